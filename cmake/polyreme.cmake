@@ -1,0 +1,42 @@
+# The rules that every target is built by.
+
+find_package(Threads REQUIRED)
+
+add_library(polyreme_flags INTERFACE)
+# No contraction of a*b+c: bits must not depend on the instruction set (README, "The promise").
+target_compile_options(polyreme_flags INTERFACE -ffp-contract=off -fno-math-errno -fno-trapping-math
+                       -Wall -Wextra -Wshadow -Wno-missing-field-initializers -Werror)
+target_include_directories(polyreme_flags INTERFACE ${PROJECT_SOURCE_DIR}/csrc)
+target_link_libraries(polyreme_flags INTERFACE Threads::Threads)
+if(POLYREME_SANITIZE)
+  target_compile_options(polyreme_flags INTERFACE -fsanitize=${POLYREME_SANITIZE} -fno-sanitize-recover=all
+                         -fno-omit-frame-pointer -g)
+  target_link_options(polyreme_flags INTERFACE -fsanitize=${POLYREME_SANITIZE})
+endif()
+
+# Instruction-set levels: <name> <flags>. Kernel files are compiled once per level.
+set(POLYREME_ISAS avx2 avx512)
+set(POLYREME_ISA_FLAGS_avx2 -mavx2 -mfma)
+set(POLYREME_ISA_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mprefer-vector-width=512)
+
+# polyreme_module(name SOURCES ... DEPENDS ...): the static library polyreme_<name> of csrc/<name>.
+# DEPENDS is the rule of layering: a module can include only what it links.
+function(polyreme_module name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;DEPENDS" ${ARGN})
+  add_library(polyreme_${name} STATIC ${ARG_SOURCES})
+  target_link_libraries(polyreme_${name} PUBLIC polyreme_flags)
+  foreach(dependency ${ARG_DEPENDS})
+    target_link_libraries(polyreme_${name} PUBLIC polyreme_${dependency})
+  endforeach()
+endfunction()
+
+# polyreme_isa_sources(target files...): adds the files to the target, compiled once per level.
+function(polyreme_isa_sources target)
+  foreach(isa ${POLYREME_ISAS})
+    add_library(${target}_${isa} OBJECT ${ARGN})
+    target_compile_options(${target}_${isa} PRIVATE ${POLYREME_ISA_FLAGS_${isa}})
+    target_compile_definitions(${target}_${isa} PRIVATE POLYREME_ISA=${isa})
+    target_link_libraries(${target}_${isa} PRIVATE polyreme_flags)
+    target_sources(${target} PRIVATE $<TARGET_OBJECTS:${target}_${isa}>)
+  endforeach()
+endfunction()

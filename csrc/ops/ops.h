@@ -1,0 +1,121 @@
+#pragma once
+
+#include <cstdint>
+
+#include "base/exact_sum.h"
+#include "base/philox.h"
+#include "device/device.h"
+#include "tensor/tensor.h"
+
+// Operations on tensors. Each checks its arguments (InvalidArgument, before anything is enqueued),
+// then enqueues on `stream`; errors while it runs surface at Stream::synchronize. Tensors are fp32
+// and contiguous unless said otherwise. Rows = tokens: [rows, cols] with one token a row.
+//
+// "Chain over rows": out[c] = ((out[c] + x[0,c]) + x[1,c]) + ..., one rounding per row in ascending
+// order, continuing from what `out` holds. So cutting the rows into micro-batches changes no bit.
+//
+// Every operation has the same bits for any number of threads, for AVX2 and AVX-512, and for any
+// way of cutting the rows over calls.
+
+namespace polyreme {
+
+// ---- memory -----------------------------------------------------------------------------------
+void fill(Stream& stream, const Tensor& out, float value);
+// Any dtype; equal dtype and shape.
+void copy(Stream& stream, const Tensor& from, const Tensor& to);
+// `from` / `to` point to tensor.size_bytes() bytes of host memory that must stay alive and
+// untouched until the stream was synchronized. Any dtype.
+void copy_from_host(Stream& stream, const void* from, const Tensor& to);
+void copy_to_host(Stream& stream, const Tensor& from, void* to);
+
+// ---- GEMM -------------------------------------------------------------------------------------
+// c[m,n] = (accumulate ? c : 0) + a[m,k] x b[k,n], then + bias[n] where defined. a and b may be
+// transposed views (one stride is 1). One chain of fused multiply-adds over ascending k per
+// element of c: splitting m, n or (with accumulate) k changes no bit.
+void gemm(Stream& stream, const Tensor& a, const Tensor& b, const Tensor& c, bool accumulate,
+          const Tensor& bias = {});
+
+// ---- element-wise -----------------------------------------------------------------------------
+void add(Stream& stream, const Tensor& x, const Tensor& y, const Tensor& out);  // out may be x or y
+// GELU, tanh form (Hendrycks & Gimpel 2016).
+void gelu_forward(Stream& stream, const Tensor& x, const Tensor& y);
+void gelu_backward(Stream& stream, const Tensor& x, const Tensor& dy, const Tensor& dx);  // dx may be dy
+// y = x * mask / (1 - p), mask[i] drawn from `key` at element first_element + i; its own backward.
+// 0 <= p < 1; p == 0 copies. y may be x.
+void dropout(Stream& stream, const Tensor& x, const Tensor& y, float p, const RandomKey& key, int64_t first_element);
+// Normal numbers of mean 0: element i from `key` at first_element + i (Box-Muller 1958).
+void fill_normal(Stream& stream, const Tensor& out, float std, const RandomKey& key, int64_t first_element);
+
+// ---- sums over rows ---------------------------------------------------------------------------
+// out[cols]: chain over rows of x[rows, cols].
+void accumulate_rows(Stream& stream, const Tensor& x, const Tensor& out);
+
+// ---- LayerNorm (Ba et al. 2016) -----------------------------------------------------------------
+// x, y: [rows, cols]; gamma, beta: [cols]; mean, rstd: [rows].
+void layer_norm_forward(Stream& stream, const Tensor& x, const Tensor& gamma, const Tensor& beta, float eps,
+                        const Tensor& y, const Tensor& mean, const Tensor& rstd);
+void layer_norm_backward_input(Stream& stream, const Tensor& dy, const Tensor& x, const Tensor& gamma,
+                               const Tensor& mean, const Tensor& rstd, const Tensor& dx);
+// Adds to dgamma, dbeta: chains over rows.
+void layer_norm_backward_weight(Stream& stream, const Tensor& dy, const Tensor& x, const Tensor& mean,
+                                const Tensor& rstd, const Tensor& dgamma, const Tensor& dbeta);
+
+// ---- causal multi-head attention ----------------------------------------------------------------
+// qkv: [batch, seq, 3, heads, head_dim]; out: [batch, seq, heads, head_dim]; log_sum_exp:
+// [batch, heads, seq]. Blocked online softmax (Milakov & Gimelshein 2018; Dao et al. 2022): no
+// seq x seq matrix is stored. Scale 1/sqrt(head_dim). A sample's bits depend on that sample alone.
+void attention_forward(Stream& stream, const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp);
+void attention_backward(Stream& stream, const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp,
+                        const Tensor& dout, const Tensor& dqkv);
+
+// ---- embedding ----------------------------------------------------------------------------------
+// out[batch, seq, cols] = token_table[tokens] + position_table[0..seq). tokens: int32 [batch, seq],
+// each in [0, token_table rows); the engine has checked that.
+void embedding_forward(Stream& stream, const Tensor& tokens, const Tensor& token_table, const Tensor& position_table,
+                       const Tensor& out);
+// Adds to both gradients, token after token in ascending order.
+void embedding_backward(Stream& stream, const Tensor& tokens, const Tensor& dout, const Tensor& token_grad,
+                        const Tensor& position_grad);
+
+// ---- cross-entropy ------------------------------------------------------------------------------
+inline constexpr int32_t kIgnoreIndex = -100;
+// loss[rows] = log_sum_exp(logits) - logits[target], 0 where target is kIgnoreIndex.
+// logits: [rows, vocab]; targets: int32 [rows].
+void cross_entropy_forward(Stream& stream, const Tensor& logits, const Tensor& targets, const Tensor& loss,
+                           const Tensor& log_sum_exp);
+// Turns logits into d(loss)/d(logits) * scale in place; rows with kIgnoreIndex become 0.
+void cross_entropy_backward(Stream& stream, const Tensor& logits, const Tensor& targets, const Tensor& log_sum_exp,
+                            float scale);
+
+// ---- order-free scalars ---------------------------------------------------------------------------
+// `limbs`: int64 [ExactSum::kLimbs], an exact accumulator; fill it with zero bytes first.
+void zero_limbs(Stream& stream, const Tensor& limbs);
+// Adds every element of x.
+void exact_sum(Stream& stream, const Tensor& x, const Tensor& limbs);
+// Adds x[i]^2: blocks of kNormBlock elements are summed in fp64 in a fixed order, blocks exactly.
+inline constexpr int64_t kNormBlock = 1024;
+void exact_sum_squares(Stream& stream, const Tensor& x, const Tensor& limbs);
+// scale (one fp32 element) = norm > max_norm ? max_norm / norm : 1 with norm = sqrt(value of limbs);
+// max_norm <= 0 means no limit. A norm that is not finite gives NaN, which makes the optimizer
+// leave everything as it is.
+void clip_scale(Stream& stream, const Tensor& sum_squares_limbs, float max_norm, const Tensor& scale);
+
+// ---- optimizer rules --------------------------------------------------------------------------------
+struct AdamWOptions {
+  float lr, beta1, beta2, eps, weight_decay;
+  int64_t step;  // 1 for the first update: bias correction
+};
+// Decoupled weight decay (Loshchilov & Hutter 2019), in place: with g = grad * scale[0],
+// m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g*g; p -= lr*(mhat/(sqrt(vhat)+eps) + decay*p).
+// All tensors have the same length, scale has one element. scale NaN: nothing changes.
+void adamw(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& m, const Tensor& v,
+           const Tensor& scale, const AdamWOptions& options);
+struct SgdOptions {
+  float lr, momentum, weight_decay;
+  bool first_step;  // momentum buffer starts as g
+};
+// b = momentum*b + g; p -= lr*(b + decay*p), decoupled decay. `buffer` may be undefined when momentum is 0.
+void sgd(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& buffer, const Tensor& scale,
+         const SgdOptions& options);
+
+}  // namespace polyreme

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+#include "tensor/shape.h"
+
+namespace polyreme {
+
+// How one mesh axis cuts a dim of a parameter. The dim consists of `blocks` equal blocks (3 for a
+// fused q|k|v, 2 for gate|up) and every block is cut evenly over the axis, so that a rank's part
+// holds its share of each block. `replication` > 1: that many neighbouring ranks of the axis hold
+// the same part (key and value heads when there are fewer of them than ranks).
+struct Cut {
+  int dim = 0;
+  std::string axis;
+  int64_t blocks = 1;
+  int64_t replication = 1;
+};
+
+// What the gradient of a rank's part needs on a mesh axis before the optimizer may use it.
+enum class GradReduction {
+  kNone,     // the part's gradient is complete on every rank
+  kLaneSum,  // partial sums over lanes of the axis: one lane_sum
+};
+
+struct AxisReduction {
+  std::string axis;
+  GradReduction reduction = GradReduction::kNone;
+};
+
+// How initial values are drawn. Element i depends on (seed, name, i) alone, not on the layout.
+struct ParamInit {
+  enum class Kind { kZeros, kOnes, kNormal } kind = Kind::kZeros;
+  double std = 0;  // kNormal
+};
+
+// The one description of a parameter; layers, optimizer, gradient norm, checkpoints and adapters
+// all read it. `shape` is the logical, unpadded, uncut shape.
+struct ParamSpec {
+  std::string name;  // global: "h.3.mlp.fc.weight"
+  Shape shape;
+  DType dtype = DType::kF32;
+  Shape padded_shape;              // equal to shape where nothing is padded; padding is never saved
+  std::string tie_group;           // parameters with the same non-empty group are one parameter with several uses
+  bool weight_decay = true;        // the default rule; a user's rules by name override it
+  std::vector<Cut> cuts;           // empty: replicated on every axis but dp
+  std::vector<AxisReduction> grad_reductions = {{"dp", GradReduction::kLaneSum}};
+  ParamInit init;
+};
+
+// The elements of `spec` that a rank of `axis` holds: its shape, given the axis' size. Throws
+// InvalidArgument, naming parameter, dim, blocks and axis size, where the dim does not divide.
+Shape local_shape(const ParamSpec& spec, const std::string& axis, int64_t axis_size);
+
+}  // namespace polyreme

@@ -1,0 +1,38 @@
+"""Outlives a killed launcher for a moment, to end what it left: loader workers, shared memory.
+
+The parent-death signal ends the ranks themselves, but not the processes that they forked.
+Started as a file by a bare interpreter. Argument: the prefix of the job's segments. Standard
+input: one process group per line, then `done` before an orderly end; end of file means that
+the launcher is gone.
+"""
+
+import os
+import signal
+import sys
+import time
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups = []
+    for line in sys.stdin:
+        if line.strip() == "done":
+            return
+        groups.append(int(line))
+    for _ in range(3):  # again, for a process that was forked while the first round went on
+        for group in groups:
+            try:
+                os.killpg(group, signal.SIGKILL)
+            except OSError:
+                pass
+        time.sleep(0.05)
+    for name in os.listdir("/dev/shm"):
+        if name.startswith(sys.argv[1]):
+            try:
+                os.unlink(os.path.join("/dev/shm", name))
+            except OSError:
+                pass
+
+
+main()

@@ -1,0 +1,131 @@
+"""The environment of a rank: the launch variables, and its share of the CPUs.
+
+Pure but for `usable_cpus`, which asks the system.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+
+from . import cgroup
+
+MASTER_ADDR = "127.0.0.1"
+STORE_FD = "POLYREME_STORE_FD"
+
+# Each of them says that another launcher has already made this process a rank.
+_RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+)
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What all ranks of one launch share. Pass every field by name.
+
+    secret: 32 random bytes in hex; admits a connection to the job. Never print it.
+    """
+
+    num_ranks: int
+    port: int
+    job_id: str
+    secret: str
+    num_threads: int
+
+    def __repr__(self) -> str:  # so that no log or traceback shows the secret
+        return f"JobSettings(num_ranks={self.num_ranks}, port={self.port}, job_id={self.job_id!r})"
+
+
+@dataclass(frozen=True)
+class CpuPlan:
+    """CPUs of each rank, or no binding (None), and the threads that each rank may start."""
+
+    bindings: Optional[Tuple[Tuple[int, ...], ...]]
+    num_threads: int
+
+
+def foreign_launch(environ: Mapping[str, str]) -> List[str]:
+    """`NAME=value` of every variable that shows another launcher at work; empty if none.
+
+    A Slurm batch script alone is no rank: only a step of several tasks counts.
+    """
+    found = [f"{name}={environ[name]}" for name in _RANK_VARIABLES if name in environ]
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    if tasks.isdigit() and int(tasks) > 1:
+        found.append(f"SLURM_STEP_NUM_TASKS={tasks}")
+    return found
+
+
+def rank_environment(
+    base: Mapping[str, str], job: JobSettings, *, rank: int, store_fd: Optional[int] = None
+) -> Dict[str, str]:
+    """`base` with the launch variables of `rank`.
+
+    A number of threads that the user has set stays. `store_fd`, for rank 0, is the listening
+    socket of the store, inherited so that nobody can take the port between choice and use.
+    """
+    environment = dict(base)
+    environment.pop(STORE_FD, None)
+    environment.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(job.num_ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(job.num_ranks),
+        MASTER_ADDR=MASTER_ADDR,
+        MASTER_PORT=str(job.port),
+        POLYREME_JOB_ID=job.job_id,
+        POLYREME_SECRET=job.secret,
+        POLYREME_LAUNCHER="run",
+    )
+    if store_fd is not None:
+        environment[STORE_FD] = str(store_fd)
+    environment.setdefault("POLYREME_NUM_THREADS", str(job.num_threads))
+    environment.setdefault("OMP_NUM_THREADS", str(job.num_threads))
+    environment.setdefault("PYTHONFAULTHANDLER", "1")  # a crash leaves its Python stack on stderr
+    return environment
+
+
+def plan_cpus(
+    cpus: Sequence[int], num_ranks: int, *, quota: Optional[float] = None, bind: str = "auto"
+) -> CpuPlan:
+    """Cuts `cpus`, in their order, into one equal contiguous share per rank.
+
+    The shares are equal because the slowest rank sets the pace; a remainder stays unused. With
+    fewer CPUs than ranks nothing is bound and each rank gets one thread. Under a CPU quota
+    smaller than the set of CPUs the threads follow the quota and nothing is bound: which CPUs
+    are free is then the kernel's to say.
+    """
+    usable = len(cpus) if quota is None else min(len(cpus), int(quota))
+    share = usable // num_ranks
+    if share < 1:
+        return CpuPlan(bindings=None, num_threads=1)
+    if bind != "auto" or usable < len(cpus) or num_ranks == 1:
+        return CpuPlan(bindings=None, num_threads=share)
+    bindings = tuple(tuple(cpus[r * share : (r + 1) * share]) for r in range(num_ranks))
+    return CpuPlan(bindings=bindings, num_threads=share)
+
+
+def usable_cpus() -> Tuple[List[int], Optional[float]]:
+    """CPUs this process may run on, neighbours first, and the quota of its control group.
+
+    Many machines number the second hardware threads after all the first ones. In plain order
+    two ranks would then share every core, so the order is by package, core and thread.
+    """
+
+    def place(cpu: int) -> Tuple[int, int, int]:
+        folder = f"/sys/devices/system/cpu/cpu{cpu}/topology"
+        try:
+            with open(f"{folder}/physical_package_id", encoding="ascii") as file:
+                package = int(file.read())
+            with open(f"{folder}/core_id", encoding="ascii") as file:
+                return (package, int(file.read()), cpu)
+        except (OSError, ValueError):
+            return (0, cpu, cpu)
+
+    return sorted(os.sched_getaffinity(0), key=place), cgroup.cpu_quota()
