@@ -5,7 +5,10 @@ find_package(Threads REQUIRED)
 add_library(polyreme_flags INTERFACE)
 # No contraction of a*b+c: bits must not depend on the instruction set (README, "The promise").
 target_compile_options(polyreme_flags INTERFACE -ffp-contract=off -fno-math-errno -fno-trapping-math
-                       -Wall -Wextra -Wshadow -Wno-missing-field-initializers -Werror)
+                       -Wall -Wextra -Wshadow -Wno-missing-field-initializers)
+if(POLYREME_WERROR)
+  target_compile_options(polyreme_flags INTERFACE -Werror)
+endif()
 target_include_directories(polyreme_flags INTERFACE ${PROJECT_SOURCE_DIR}/csrc)
 target_link_libraries(polyreme_flags INTERFACE Threads::Threads)
 if(POLYREME_SANITIZE)
@@ -39,4 +42,19 @@ function(polyreme_isa_sources target)
     target_link_libraries(${target}_${isa} PRIVATE polyreme_flags)
     target_sources(${target} PRIVATE $<TARGET_OBJECTS:${target}_${isa}>)
   endforeach()
+endfunction()
+
+# polyreme_python_module(name SOURCES ... DEPENDS ...): the extension module <name>, installed into the
+# package. DEPENDS are modules, as in polyreme_module.
+function(polyreme_python_module name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;DEPENDS" ${ARGN})
+  find_package(Python 3.9 REQUIRED COMPONENTS Interpreter Development.Module)
+  find_package(pybind11 CONFIG REQUIRED)
+  # NO_EXTRAS: no link-time optimisation, which would build the module by other rules than the tests.
+  pybind11_add_module(${name} MODULE NO_EXTRAS ${ARG_SOURCES})
+  target_link_libraries(${name} PRIVATE polyreme_flags)
+  foreach(dependency ${ARG_DEPENDS})
+    target_link_libraries(${name} PRIVATE polyreme_${dependency})
+  endforeach()
+  install(TARGETS ${name} LIBRARY DESTINATION polyreme)
 endfunction()

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <ostream>
 #include <span>
 #include <string>
 #include <vector>
@@ -34,5 +35,8 @@ class Shape {
   std::array<int64_t, kMaxDims> dims_{};
   int size_ = 0;
 };
+
+// As to_string. Lets a check name a shape without building the text when it passes.
+inline std::ostream& operator<<(std::ostream& out, const Shape& shape) { return out << shape.to_string(); }
 
 }  // namespace polyreme

@@ -37,12 +37,18 @@ std::string Shape::to_string() const {
   return text + "]";
 }
 
-bool Shape::operator==(const Shape& other) const { return std::equal(begin(), end(), other.begin(), other.end()); }
+bool Shape::operator==(const Shape& other) const {
+  return std::equal(begin(), end(), other.begin(), other.end());
+}
 
 Tensor::Tensor(std::shared_ptr<Buffer> buffer, DType dtype, Shape shape, int64_t offset)
-    : buffer_(std::move(buffer)), dtype_(dtype), shape_(shape), strides_(contiguous_strides(shape)), offset_(offset) {
+    : buffer_(std::move(buffer)),
+      dtype_(dtype),
+      shape_(shape),
+      strides_(contiguous_strides(shape)),
+      offset_(offset) {
   const int64_t end = (offset + shape.numel()) * static_cast<int64_t>(dtype_size(dtype));
-  require(offset >= 0 && end <= static_cast<int64_t>(buffer_->size_bytes()), to_string(), " at element ", offset,
+  require(offset >= 0 && end <= static_cast<int64_t>(buffer_->size_bytes()), *this, " at element ", offset,
           " does not fit a buffer of ", buffer_->size_bytes(), " bytes");
 }
 
@@ -58,8 +64,8 @@ bool Tensor::is_contiguous() const {
 std::string Tensor::to_string() const { return concat(dtype_name(dtype_), shape_.to_string()); }
 
 Tensor Tensor::view(Shape shape) const {
-  require(is_contiguous(), "view needs a contiguous tensor, got ", to_string(), " with strides ", strides_.to_string());
-  require(shape.numel() == numel(), "cannot view ", to_string(), " as ", shape.to_string(), ": ", numel(), " against ",
+  require(is_contiguous(), "view needs a contiguous tensor, got ", *this, " with strides ", strides_);
+  require(shape.numel() == numel(), "cannot view ", *this, " as ", shape, ": ", numel(), " against ",
           shape.numel(), " elements");
   Tensor result = *this;
   result.shape_ = shape;
@@ -68,9 +74,9 @@ Tensor Tensor::view(Shape shape) const {
 }
 
 Tensor Tensor::slice(int dim, int64_t begin, int64_t end) const {
-  require(dim >= 0 && dim < dims(), "slice of dim ", dim, " of ", to_string());
-  require(0 <= begin && begin <= end && end <= shape_[dim], "slice [", begin, ", ", end, ") of dim ", dim, " of ",
-          to_string());
+  require(dim >= 0 && dim < dims(), "slice of dim ", dim, " of ", *this);
+  require(0 <= begin && begin <= end && end <= shape_[dim], "slice [", begin, ", ", end, ") of dim ", dim,
+          " of ", *this);
   Tensor result = *this;
   result.offset_ += begin * strides_[dim];
   result.shape_[dim] = end - begin;
@@ -78,8 +84,8 @@ Tensor Tensor::slice(int dim, int64_t begin, int64_t end) const {
 }
 
 Tensor Tensor::transpose(int dim0, int dim1) const {
-  require(dim0 >= 0 && dim0 < dims() && dim1 >= 0 && dim1 < dims(), "transpose of dims ", dim0, " and ", dim1, " of ",
-          to_string());
+  require(dim0 >= 0 && dim0 < dims() && dim1 >= 0 && dim1 < dims(), "transpose of dims ", dim0, " and ", dim1,
+          " of ", *this);
   Tensor result = *this;
   std::swap(result.shape_[dim0], result.shape_[dim1]);
   std::swap(result.strides_[dim0], result.strides_[dim1]);

@@ -43,7 +43,8 @@ class Tensor {
   // The address of element 0. Throws InvalidArgument if T is not the element type.
   template <typename T>
   T* address() const {
-    require(dtype_of<T>() == dtype_, "expected ", dtype_name(dtype_of<T>()), ", got ", to_string());
+    if (dtype_of<T>() != dtype_) [[unlikely]]
+      throw InvalidArgument(concat("expected ", dtype_name(dtype_of<T>()), ", got ", to_string()));
     return static_cast<T*>(raw_address());
   }
   void* raw_address() const;
@@ -58,6 +59,9 @@ class Tensor {
   Shape strides_;
   int64_t offset_ = 0;
 };
+
+// As to_string. Lets a check name a tensor without building the text when it passes.
+inline std::ostream& operator<<(std::ostream& out, const Tensor& tensor) { return out << tensor.to_string(); }
 
 // Uninitialised contiguous memory. `label` is a string literal. Throws OutOfMemory.
 Tensor empty(Device& device, DType dtype, const Shape& shape, const char* label);

@@ -42,7 +42,8 @@ struct PastAccess {
 
 class GuardedBuffer final : public Buffer {
  public:
-  GuardedBuffer(DeferredDevice& device, void* address, size_t size_bytes, size_t mapped_bytes, const char* label)
+  GuardedBuffer(DeferredDevice& device, void* address, size_t size_bytes, size_t mapped_bytes,
+                const char* label)
       : Buffer(address, size_bytes), device_(device), mapped_bytes_(mapped_bytes), label_(label) {}
   ~GuardedBuffer() override;
 
@@ -69,25 +70,38 @@ class GuardedBuffer final : public Buffer {
   std::vector<PastAccess> past_;
 };
 
-struct DeferredEvent final : public Event {
-  DeferredStream* stream = nullptr;
-  uint64_t sequence = 0;  // reached once the stream has executed this many tasks
-  Clock clock;
-  void synchronize() override;
+// Reached once a stream has executed its first `sequence` tasks. The stream is named by its id,
+// since it may be gone by then.
+struct Point {
+  uint32_t stream = 0;
+  uint64_t sequence = 0;
 };
 
-// An operation, or a wait for `awaited` to execute its first `awaited_sequence` tasks.
+class DeferredEvent final : public Event {
+ public:
+  explicit DeferredEvent(DeferredDevice& device) : device_(device) {}
+  void synchronize() override;
+
+  std::optional<Point> point;  // empty: never recorded
+  Clock clock;
+
+ private:
+  DeferredDevice& device_;
+};
+
+// An operation, or a wait for a point of another stream.
 struct Task {
   OpInfo info{"wait"};
   std::vector<Access> accesses;
   CpuFunction function;
-  DeferredStream* awaited = nullptr;
-  uint64_t awaited_sequence = 0;
+  std::optional<Point> awaited;
 };
 
 class DeferredStream final : public CpuStream {
  public:
-  DeferredStream(DeferredDevice& device, uint32_t id, const char* name) : device_(device), id_(id), name_(name) {}
+  DeferredStream(DeferredDevice& device, uint32_t id, const char* name)
+      : device_(device), id_(id), name_(name) {}
+  // Executes what is left: work that was enqueued happens, as on a GPU.
   ~DeferredStream() override;
 
   Device& device() const override;
@@ -96,9 +110,7 @@ class DeferredStream final : public CpuStream {
   void wait(Event& event) override;
   void synchronize() override;
 
-  bool runnable() const {
-    return !tasks_.empty() && (!tasks_.front().awaited || tasks_.front().awaited->executed_ >= tasks_.front().awaited_sequence);
-  }
+  bool runnable() const;
   void run_front();
   uint64_t executed() const { return executed_; }
   const char* name() const { return name_; }
@@ -129,12 +141,16 @@ class DeferredDevice final : public Device {
     streams_.push_back(stream.get());
     return stream;
   }
-  std::unique_ptr<Event> create_event() override { return std::make_unique<DeferredEvent>(); }
+  std::unique_ptr<Event> create_event() override { return std::make_unique<DeferredEvent>(*this); }
   MemoryStats memory() const override { return stats_; }
   void reset_peak_memory() override { stats_.peak_bytes = stats_.in_use_bytes; }
 
-  // Runs tasks in random allowed order until `stream` has executed `sequence` of them.
-  void run_until(const DeferredStream& stream, uint64_t sequence);
+  // Whether the point was reached. A stream that is gone has reached all of its points.
+  bool reached(const Point& point) const {
+    return !streams_[point.stream] || streams_[point.stream]->executed() >= point.sequence;
+  }
+  // Runs tasks in random allowed order until the point is reached.
+  void run_until(const Point& point);
   void forget(uint32_t stream_id) { streams_[stream_id] = nullptr; }
   void count(int64_t bytes) {
     stats_.in_use_bytes += bytes;
@@ -173,10 +189,11 @@ void GuardedBuffer::check_order(const Access& access, const Clock& clock, const 
   for (const PastAccess& past : past_) {
     const bool overlaps = past.begin_byte < access.end_byte && access.begin_byte < past.end_byte;
     if (!overlaps || !(past.write || access.write) || at(clock, past.stream) >= past.sequence) continue;
-    throw DeviceError(concat(who, access.write ? " writes" : " reads", " buffer '", label_, "' bytes [",
-                             access.begin_byte, ", ", access.end_byte, "), which operation '", past.op_name,
-                             "' on stream '", device_.stream_name(past.stream), "' ", past.write ? "writes" : "reads",
-                             ", without being ordered after it; record an event there and wait for it first"));
+    throw DeviceError(
+        concat(who, access.write ? " writes" : " reads", " buffer '", label_, "' bytes [", access.begin_byte,
+               ", ", access.end_byte, "), which operation '", past.op_name, "' on stream '",
+               device_.stream_name(past.stream), "' ", past.write ? "writes" : "reads",
+               ", without being ordered after it; record an event there and wait for it first"));
   }
 }
 
@@ -197,13 +214,19 @@ void GuardedBuffer::map_host() {
 }
 
 void DeferredEvent::synchronize() {
-  if (stream == nullptr) return;
-  auto& device = static_cast<DeferredDevice&>(stream->device());
-  device.run_until(*stream, sequence);
-  merge(device.host_clock(), clock);
+  if (!point) return;
+  device_.run_until(*point);
+  merge(device_.host_clock(), clock);
 }
 
-DeferredStream::~DeferredStream() { device_.forget(id_); }
+DeferredStream::~DeferredStream() {
+  device_.run_until({id_, issued_});
+  device_.forget(id_);
+}
+
+bool DeferredStream::runnable() const {
+  return !tasks_.empty() && (!tasks_.front().awaited || device_.reached(*tasks_.front().awaited));
+}
 
 Device& DeferredStream::device() const { return device_; }
 
@@ -228,17 +251,15 @@ void DeferredStream::enqueue(const OpInfo& info, std::vector<Access> accesses, C
 void DeferredStream::record(Event& event) {
   auto& deferred = static_cast<DeferredEvent&>(event);
   merge(clock_, device_.host_clock());
-  deferred.stream = this;
-  deferred.sequence = issued_;
+  deferred.point = Point{id_, issued_};
   deferred.clock = clock_;
 }
 
 void DeferredStream::wait(Event& event) {
   const auto& deferred = static_cast<DeferredEvent&>(event);
-  if (deferred.stream == nullptr || deferred.stream == this) return;
+  if (!deferred.point || deferred.point->stream == id_) return;
   Task task;
-  task.awaited = deferred.stream;
-  task.awaited_sequence = deferred.sequence;
+  task.awaited = deferred.point;
   push(std::move(task));
   merge(clock_, deferred.clock);
 }
@@ -259,7 +280,7 @@ void DeferredStream::run_front() {
 }
 
 void DeferredStream::synchronize() {
-  device_.run_until(*this, issued_);
+  device_.run_until({id_, issued_});
   merge(device_.host_clock(), clock_);
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
@@ -277,14 +298,13 @@ std::shared_ptr<Buffer> DeferredDevice::allocate(size_t size_bytes, const char* 
   return std::make_shared<GuardedBuffer>(*this, address, size_bytes, mapped, label);
 }
 
-void DeferredDevice::run_until(const DeferredStream& stream, uint64_t sequence) {
+void DeferredDevice::run_until(const Point& point) {
   std::vector<DeferredStream*> ready;
-  while (stream.executed() < sequence) {
+  while (!reached(point)) {
     ready.clear();
     for (DeferredStream* candidate : streams_)
       if (candidate && candidate->runnable()) ready.push_back(candidate);
-    require<DeviceError>(!ready.empty(), "stream '", stream.name(),
-                         "' waits for an event that no stream can reach any more");
+    // An event marks work that was already issued, so waits form no cycle: some stream can go on.
     ready[random() % ready.size()]->run_front();
   }
 }

@@ -26,4 +26,5 @@ def main() -> None:
     os.execv(command[0], command)
 
 
-main()
+if __name__ == "__main__":
+    main()

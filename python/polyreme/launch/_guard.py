@@ -6,6 +6,7 @@ input: one process group per line, then `done` before an orderly end; end of fil
 the launcher is gone.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -22,17 +23,14 @@ def main() -> None:
         groups.append(int(line))
     for _ in range(3):  # again, for a process that was forked while the first round went on
         for group in groups:
-            try:
+            with contextlib.suppress(OSError):
                 os.killpg(group, signal.SIGKILL)
-            except OSError:
-                pass
         time.sleep(0.05)
     for name in os.listdir("/dev/shm"):
         if name.startswith(sys.argv[1]):
-            try:
+            with contextlib.suppress(OSError):
                 os.unlink(os.path.join("/dev/shm", name))
-            except OSError:
-                pass
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -6,10 +6,10 @@ Every function answers None when the system does not tell; none raises.
 from __future__ import annotations
 
 import os
-from typing import Iterator, Optional, Tuple
+from collections.abc import Iterator
 
 
-def _read(path: str) -> Optional[str]:
+def _read(path: str) -> str | None:
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             return file.read()
@@ -17,7 +17,7 @@ def _read(path: str) -> Optional[str]:
         return None
 
 
-def _number_after(text: str, key: str) -> Optional[int]:
+def _number_after(text: str, key: str) -> int | None:
     for line in text.splitlines():
         words = line.split()
         if len(words) == 2 and words[0] == key and words[1].isdigit():
@@ -25,7 +25,7 @@ def _number_after(text: str, key: str) -> Optional[int]:
     return None
 
 
-def _group_folders(controller: str, root: str = "/") -> Iterator[Tuple[int, str]]:
+def _group_folders(controller: str, root: str = "/") -> Iterator[tuple[int, str]]:
     """(version, folder) of the own control group and then of its ancestors, both versions."""
     text = _read(os.path.join(root, "proc/self/cgroup")) or ""
     for line in text.splitlines():
@@ -43,7 +43,7 @@ def _group_folders(controller: str, root: str = "/") -> Iterator[Tuple[int, str]
             yield version, os.path.join(mount, *parts[:depth])
 
 
-def oom_kills(root: str = "/") -> Optional[int]:
+def oom_kills(root: str = "/") -> int | None:
     """Processes of this group that the out-of-memory killer has ended so far."""
     for version, folder in _group_folders("memory", root):
         name = "memory.events" if version == 2 else "memory.oom_control"
@@ -54,7 +54,7 @@ def oom_kills(root: str = "/") -> Optional[int]:
     return _number_after(_read(os.path.join(root, "proc/vmstat")) or "", "oom_kill")
 
 
-def memory_limit_bytes(root: str = "/") -> Optional[int]:
+def memory_limit_bytes(root: str = "/") -> int | None:
     """The tightest memory limit of this group and its ancestors."""
     limits = []
     for version, folder in _group_folders("memory", root):
@@ -65,7 +65,7 @@ def memory_limit_bytes(root: str = "/") -> Optional[int]:
     return min(limits) if limits else None
 
 
-def cpu_quota(root: str = "/") -> Optional[float]:
+def cpu_quota(root: str = "/") -> float | None:
     """CPUs' worth of time that this group and its ancestors may use."""
     quotas = []
     for version, folder in _group_folders("cpu", root):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from typing import Optional, Tuple
 
 PREFIX_MODES = ("auto", "always", "never")
 BIND_MODES = ("auto", "none")
@@ -30,19 +29,19 @@ class LaunchConfig:
     """
 
     num_ranks: int
-    command: Tuple[str, ...]
+    command: tuple[str, ...]
     module: bool = False
     bind: str = "auto"
     prefix: str = "auto"
     port: int = 0
-    log_dir: Optional[str] = None
-    report_path: Optional[str] = None
+    log_dir: str | None = None
+    report_path: str | None = None
     json: bool = False
     nested: bool = False
     grace_s: float = 10.0
     survivor_grace_s: float = 0.0
     kill_after_s: float = 0.5
-    exit_grace_s: Optional[float] = None
+    exit_grace_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -72,8 +71,7 @@ class LaunchConfig:
             raise LaunchError(f"'{script}' is neither an option of polyreme run nor a script")
         if not os.path.exists(script):
             raise LaunchError(
-                f"script '{script}' does not exist in {os.getcwd()};"
-                " check the path, or use -m for a module"
+                f"script '{script}' does not exist in {os.getcwd()}; check the path, or use -m for a module"
             )
         if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
             raise LaunchError(f"'{script}' is a directory without __main__.py; name a script")

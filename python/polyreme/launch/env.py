@@ -6,8 +6,8 @@ Pure but for `usable_cpus`, which asks the system.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from . import cgroup
 
@@ -46,11 +46,11 @@ class JobSettings:
 class CpuPlan:
     """CPUs of each rank, or no binding (None), and the threads that each rank may start."""
 
-    bindings: Optional[Tuple[Tuple[int, ...], ...]]
+    bindings: tuple[tuple[int, ...], ...] | None
     num_threads: int
 
 
-def foreign_launch(environ: Mapping[str, str]) -> List[str]:
+def foreign_launch(environ: Mapping[str, str]) -> list[str]:
     """`NAME=value` of every variable that shows another launcher at work; empty if none.
 
     A Slurm batch script alone is no rank: only a step of several tasks counts.
@@ -63,8 +63,8 @@ def foreign_launch(environ: Mapping[str, str]) -> List[str]:
 
 
 def rank_environment(
-    base: Mapping[str, str], job: JobSettings, *, rank: int, store_fd: Optional[int] = None
-) -> Dict[str, str]:
+    base: Mapping[str, str], job: JobSettings, *, rank: int, store_fd: int | None = None
+) -> dict[str, str]:
     """`base` with the launch variables of `rank`.
 
     A number of threads that the user has set stays. `store_fd`, for rank 0, is the listening
@@ -92,7 +92,7 @@ def rank_environment(
 
 
 def plan_cpus(
-    cpus: Sequence[int], num_ranks: int, *, quota: Optional[float] = None, bind: str = "auto"
+    cpus: Sequence[int], num_ranks: int, *, quota: float | None = None, bind: str = "auto"
 ) -> CpuPlan:
     """Cuts `cpus`, in their order, into one equal contiguous share per rank.
 
@@ -111,14 +111,14 @@ def plan_cpus(
     return CpuPlan(bindings=bindings, num_threads=share)
 
 
-def usable_cpus() -> Tuple[List[int], Optional[float]]:
+def usable_cpus() -> tuple[list[int], float | None]:
     """CPUs this process may run on, neighbours first, and the quota of its control group.
 
     Many machines number the second hardware threads after all the first ones. In plain order
     two ranks would then share every core, so the order is by package, core and thread.
     """
 
-    def place(cpu: int) -> Tuple[int, int, int]:
+    def place(cpu: int) -> tuple[int, int, int]:
         folder = f"/sys/devices/system/cpu/cpu{cpu}/topology"
         try:
             with open(f"{folder}/physical_package_id", encoding="ascii") as file:

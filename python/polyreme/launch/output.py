@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import List
-
 MAX_LINE_BYTES = 1 << 20
 
 
@@ -20,9 +18,9 @@ class LineSplitter:
         self._max = max_line_bytes
         self._pending = bytearray()
 
-    def feed(self, data: bytes) -> List[bytes]:
+    def feed(self, data: bytes) -> list[bytes]:
         """Lines that `data` completes, without their newline."""
-        lines: List[bytes] = []
+        lines: list[bytes] = []
         pieces = data.split(b"\n")
         for piece in pieces[:-1]:
             if not self._pending and len(piece) <= self._max:
@@ -34,13 +32,13 @@ class LineSplitter:
         self._extend(pieces[-1], lines)
         return lines
 
-    def finish(self) -> List[bytes]:
+    def finish(self) -> list[bytes]:
         """The last line if it has no newline; the stream is over."""
         rest = [bytes(self._pending)] if self._pending else []
         self._pending.clear()
         return rest
 
-    def _extend(self, piece: bytes, lines: List[bytes]) -> None:
+    def _extend(self, piece: bytes, lines: list[bytes]) -> None:
         self._pending += piece
         while len(self._pending) > self._max:
             cut = self._max

@@ -22,6 +22,7 @@ class Sink:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.broken = False
+        self.written_bytes = 0
         self._queue = bytearray()
         self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
         self._poll = select.poll()
@@ -29,10 +30,12 @@ class Sink:
 
     @property
     def pending(self) -> bool:
+        """Something waits to be written."""
         return bool(self._queue)
 
     @property
     def full(self) -> bool:
+        """So much waits that no more should be put."""
         return len(self._queue) >= _HIGH_WATER_BYTES
 
     def put(self, data: bytes) -> None:
@@ -47,6 +50,12 @@ class Sink:
     def passthrough(self, data: bytes) -> None:
         """Queues what a rank with a terminal of its own has printed, as it is."""
         self.put(data)
+
+    def finish_line(self) -> None:
+        """Moves below an unfinished line, where the sink knows of one."""
+
+    def close(self) -> None:
+        """Gives up what the sink opened; the descriptor that it was given stays open."""
 
     def write_some(self) -> None:
         """Writes what the descriptor takes now. Call it when the descriptor is writable."""
@@ -63,6 +72,7 @@ class Sink:
                 self._queue.clear()
                 return
             del self._queue[:written]
+            self.written_bytes += written
             if not self._poll.poll(0):
                 return
 
@@ -74,16 +84,32 @@ class TerminalSink(Sink):
     """
 
     def __init__(self, fd: int) -> None:
-        super().__init__(fd)
+        # A terminal that polls as writable may still take less than a write offers. Opened anew
+        # it can be non-blocking for us alone.
+        self._reopened = -1
+        try:
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            self._reopened = os.open(os.ttyname(fd), flags)
+        except OSError:
+            pass
+        super().__init__(fd if self._reopened < 0 else self._reopened)
         self._unfinished = b""
 
+    def close(self) -> None:
+        """Closes the descriptor that was opened anew."""
+        if self._reopened >= 0:
+            os.close(self._reopened)
+            self._reopened = -1
+
     def put_line(self, line: bytes) -> None:
+        """Queues a line of another rank, above an unfinished one."""
         if self._unfinished:
             self.put(b"\r\x1b[K" + line + b"\n" + self._unfinished)
         else:
             self.put(line + b"\n")
 
     def passthrough(self, data: bytes) -> None:
+        """Queues what rank 0 draws, and remembers the line that it has not finished."""
         self.put(data)
         line = (self._unfinished + data).rpartition(b"\n")[2]
         # Only what follows the last return is visible; a return at the end moves the cursor.

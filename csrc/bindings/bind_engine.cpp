@@ -1,0 +1,188 @@
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include "bindings/bindings.h"
+#include "engine/engine.h"
+#include "mesh/world.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace polyreme::bindings {
+namespace {
+
+using IntArray = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
+using FloatArray = py::array_t<float, py::array::c_style | py::array::forcecast>;
+
+HostBatch host_batch(const IntArray& tokens, const IntArray* targets) {
+  require(tokens.ndim() == 2, "tokens have ", tokens.ndim(), " dims; expected [num_samples, seq_len]");
+  HostBatch batch{.num_samples = tokens.shape(0), .seq_len = tokens.shape(1)};
+  batch.tokens.assign(tokens.data(), tokens.data() + tokens.size());
+  if (targets) {
+    require(targets->ndim() == 2 && targets->shape(0) == tokens.shape(0) && targets->shape(1) == tokens.shape(1),
+            "targets must have the shape of tokens, [", tokens.shape(0), ", ", tokens.shape(1), "]");
+    batch.targets.assign(targets->data(), targets->data() + targets->size());
+  }
+  return batch;
+}
+
+py::dict stats_dict(const StepStats& stats) {
+  return py::dict("loss"_a = stats.loss, "grad_norm"_a = stats.grad_norm, "tokens"_a = stats.tokens,
+                  "valid_tokens"_a = stats.valid_tokens);
+}
+
+py::dict cost_dict(const Cost& cost) {
+  return py::dict("forward_flops"_a = cost.forward_flops, "backward_input_flops"_a = cost.backward_input_flops,
+                  "backward_weight_flops"_a = cost.backward_weight_flops, "bytes_moved"_a = cost.bytes_moved,
+                  "parameter_bytes"_a = cost.parameter_bytes, "saved_bytes"_a = cost.saved_bytes,
+                  "comm_bytes"_a = cost.comm_bytes);
+}
+
+py::tuple shape_tuple(const Shape& shape) {
+  py::tuple result(static_cast<size_t>(shape.size()));
+  for (int i = 0; i < shape.size(); ++i) result[static_cast<size_t>(i)] = shape[i];
+  return result;
+}
+
+py::list spec_list(const Model& model) {
+  py::list result;
+  for (const ParamSpec& spec : model.registry.specs()) {
+    py::list cuts;
+    for (const Cut& cut : spec.cuts)
+      cuts.append(py::dict("dim"_a = cut.dim, "axis"_a = cut.axis, "blocks"_a = cut.blocks,
+                           "replication"_a = cut.replication));
+    result.append(py::dict("name"_a = spec.name, "shape"_a = shape_tuple(spec.shape),
+                           "dtype"_a = dtype_name(spec.dtype), "tie_group"_a = spec.tie_group,
+                           "weight_decay"_a = spec.weight_decay, "cuts"_a = cuts));
+  }
+  return result;
+}
+
+Shape param_shape(const Engine& engine, const std::string& name) {
+  const ParamRegistry& registry = engine.model().registry;
+  return registry.specs()[static_cast<size_t>(registry.index(name))].shape;
+}
+
+void bind_model(py::module_& m) {
+  py::class_<GptConfig>(m, "GptConfig")
+      .def(py::init([](int64_t layers, int64_t hidden, int64_t heads, int64_t vocab, int64_t seq_len,
+                       int64_t mlp_hidden, float dropout, bool tied, float layer_norm_eps, double init_std,
+                       bool recompute) {
+             return GptConfig{layers,  hidden, heads,          vocab,    seq_len,  mlp_hidden,
+                              dropout, tied,   layer_norm_eps, init_std, recompute};
+           }),
+           py::kw_only(), "layers"_a, "hidden"_a, "heads"_a, "vocab"_a, "seq_len"_a, "mlp_hidden"_a, "dropout"_a,
+           "tied"_a, "layer_norm_eps"_a, "init_std"_a, "recompute"_a);
+  m.def("gpt_param_specs", [](const GptConfig& config) { return spec_list(build_gpt(config)); }, "config"_a);
+  m.def(
+      "gpt_cost",
+      [](const GptConfig& config, int64_t num_samples, int64_t seq_len) {
+        return cost_dict(build_gpt(config).cost(num_samples, seq_len));
+      },
+      "config"_a, "num_samples"_a, "seq_len"_a);
+}
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+  bind_model(m);
+  py::class_<Engine>(m, "Engine")
+      .def(py::init([](World& world, Mesh& mesh, const GptConfig& config, int64_t global_batch, int64_t micro_batch,
+                       int64_t lanes_dp, uint64_t seed, float clip_norm, const std::string& rule, float beta1,
+                       float beta2, float eps, float momentum, const std::vector<float>& weight_decay) {
+             const EngineOptions options{.global_batch = global_batch,
+                                         .micro_batch = micro_batch,
+                                         .lanes_dp = lanes_dp,
+                                         .seed = seed,
+                                         .clip_norm = clip_norm,
+                                         .optimizer = {.rule = rule,
+                                                       .beta1 = beta1,
+                                                       .beta2 = beta2,
+                                                       .eps = eps,
+                                                       .momentum = momentum,
+                                                       .weight_decay = weight_decay}};
+             // Not as a call_guard, under which pybind11 would register the new object too.
+             const py::gil_scoped_release release;
+             return std::make_unique<Engine>(world.device(), mesh, build_gpt(config), options);
+           }),
+           "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a, "seed"_a,
+           "clip_norm"_a, "rule"_a, "beta1"_a, "beta2"_a, "eps"_a, "momentum"_a, "weight_decay"_a,
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def(
+          "train_step",
+          [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, float lr) {
+            StepStats stats;
+            {
+              const py::gil_scoped_release release;
+              stats = engine.train_step(data, order, step, lr);
+            }
+            return stats_dict(stats);
+          },
+          "data"_a, "order"_a, "step"_a, "lr"_a)
+      .def(
+          "train_batch",
+          [](Engine& engine, const IntArray& tokens, const IntArray& targets, float lr) {
+            const HostBatch batch = host_batch(tokens, &targets);
+            StepStats stats;
+            {
+              const py::gil_scoped_release release;
+              stats = engine.train_step(batch, lr);
+            }
+            return stats_dict(stats);
+          },
+          "tokens"_a, "targets"_a, "lr"_a)
+      .def(
+          "evaluate",
+          [](Engine& engine, const TokenDataset& data, int64_t first, int64_t num_samples) {
+            StepStats stats;
+            {
+              const py::gil_scoped_release release;
+              stats = engine.evaluate(data, first, num_samples);
+            }
+            return stats_dict(stats);
+          },
+          "data"_a, "first"_a, "num_samples"_a)
+      .def(
+          "logits",
+          [](Engine& engine, const IntArray& tokens) {
+            const HostBatch batch = host_batch(tokens, nullptr);
+            FloatArray result({batch.num_samples, batch.seq_len, engine.model().vocab});
+            std::vector<float> values;
+            {
+              const py::gil_scoped_release release;
+              values = engine.logits(batch);
+            }
+            std::copy(values.begin(), values.end(), result.mutable_data());
+            return result;
+          },
+          "tokens"_a)
+      .def(
+          "read_param",
+          [](Engine& engine, const std::string& name, const std::string& kind) {
+            const Shape shape = param_shape(engine, name);
+            FloatArray result(std::vector<py::ssize_t>(shape.begin(), shape.end()));
+            std::vector<float> values;
+            {
+              const py::gil_scoped_release release;
+              values = engine.read_param(name, kind);
+            }
+            std::copy(values.begin(), values.end(), result.mutable_data());
+            return result;
+          },
+          "name"_a, "kind"_a)
+      .def(
+          "write_param",
+          [](Engine& engine, const std::string& name, const FloatArray& values) {
+            engine.write_param(name, std::vector<float>(values.data(), values.data() + values.size()));
+          },
+          "name"_a, "values"_a)
+      .def_property_readonly("applied_steps", &Engine::applied_steps)
+      .def_property_readonly("local_batch", &Engine::local_batch)
+      .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
+      .def_property_readonly("num_parameters", [](const Engine& engine) { return engine.layout().num_parameters(); })
+      .def("cost", [](const Engine& engine, int64_t num_samples, int64_t seq_len) {
+        return cost_dict(engine.model().cost(num_samples, seq_len));
+      }, "num_samples"_a, "seq_len"_a);
+}
+
+}  // namespace polyreme::bindings

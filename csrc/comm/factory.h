@@ -1,0 +1,28 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/store.h"
+
+// Where groups come from; their subgroups come from Communicator::split. One function per transport.
+
+namespace polyreme {
+
+// `size` ranks that are threads of this process, for tests and for one rank alone; element r is
+// rank r's. A rank's communicator may be moved to its thread before the first call.
+// Throws InvalidArgument for size < 1 or chunk_bytes < 1, OutOfMemory.
+std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, const CommOptions& options);
+
+// This process as rank `rank` of `size` processes of one host, over POSIX shared memory. Collective:
+// the ranks find each other through `store`, and the memory has no name any more when the call
+// returns. If rank 0 is killed before, /dev/shm/polyreme-<job_id>-* is left for the launcher to
+// remove. A group of one takes no shared memory and does not use the store.
+// Throws InvalidArgument for a bad argument (see make_posix_source), OutOfMemory if /dev/shm is too
+// small, CommError if a rank is on another host, PeerLost, Timeout.
+std::unique_ptr<Communicator> make_shm_communicator(Store& store, int rank, int size, const std::string& job_id,
+                                                    const CommOptions& options);
+
+}  // namespace polyreme

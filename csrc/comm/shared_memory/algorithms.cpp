@@ -1,0 +1,150 @@
+#include "comm/shared_memory/algorithms.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "base/math.h"
+#include "comm/tree.h"
+
+namespace polyreme {
+namespace {
+
+// Below this many bytes over all ranks every rank reduces everything itself: one meeting less.
+constexpr int64_t kOneShotBytes = 32 << 10;
+
+void copy_bytes(void* to, const void* from, int64_t bytes) {
+  if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
+struct Range {
+  int64_t begin = 0;  // in bytes
+  int64_t bytes = 0;
+};
+
+// The part of a chunk of `bytes` bytes that `rank` reduces. Cut at cache lines; may be empty.
+Range slice_of(int64_t bytes, int rank, int size) {
+  const int64_t step = round_up(ceil_div(bytes, size), 64);
+  const int64_t begin = std::min(rank * step, bytes);
+  return {begin, std::min(step, bytes - begin)};
+}
+
+// Reduces `bytes` bytes: this rank's term is `own`, those of the others lie at `offset` in their
+// staging.
+void reduce_from_staging(SharedGroup& group, const CollectiveCall& call, int slot, int64_t offset, int64_t bytes,
+                         const void* own, void* out, std::vector<const void*>& terms) {
+  for (int r = 0; r < group.size(); ++r)
+    terms[static_cast<size_t>(r)] = r == group.rank() ? own : group.staging(r, slot) + offset;
+  tree_reduce(call.dtype, call.reduce, terms.data(), group.size(),
+              bytes / static_cast<int64_t>(dtype_size(call.dtype)), out);
+}
+
+void all_reduce_one_shot(SharedGroup& group, const CollectiveCall& call, char* data, int64_t bytes) {
+  const int slot = group.slot();
+  copy_bytes(group.staging(group.rank(), slot), data, bytes);
+  group.meet();
+  std::vector<const void*> terms(static_cast<size_t>(group.size()));
+  reduce_from_staging(group, call, slot, 0, bytes, data, data, terms);
+}
+
+}  // namespace
+
+// Chunk k is staged and met; then each rank reduces its slice of it, of which the others learn at
+// the next meeting, where chunk k+1 is met as well.
+void run_all_reduce(SharedGroup& group, const CollectiveCall& call, void* data) {
+  const int rank = group.rank(), size = group.size();
+  auto* bytes = static_cast<char*>(data);
+  const int64_t total = call.count * static_cast<int64_t>(dtype_size(call.dtype));
+  const int64_t chunk = group.chunk_bytes();
+  if (size == 1) return group.meet();
+  if (total <= chunk && total * size <= kOneShotBytes) return all_reduce_one_shot(group, call, bytes, total);
+
+  std::vector<const void*> terms(static_cast<size_t>(size));
+  const auto chunk_of = [&](int64_t begin) { return std::min(chunk, total - begin); };
+  const auto others = [&](int64_t length, auto&& visit) {
+    for (int r = 0; r < size; ++r)
+      if (r != rank) visit(r, slice_of(length, r, size));
+  };
+  for (int64_t begin = 0; begin < total + chunk; begin += chunk) {  // the last round only fetches results
+    const int slot = group.slot();
+    const bool reduces = begin < total;
+    if (reduces)
+      others(chunk_of(begin), [&](int, Range slice) {
+        copy_bytes(group.staging(rank, slot) + slice.begin, bytes + begin + slice.begin, slice.bytes);
+      });
+    group.meet();
+    if (begin > 0) {
+      char* previous = bytes + begin - chunk;
+      others(chunk_of(begin - chunk), [&](int r, Range slice) {
+        copy_bytes(previous + slice.begin, group.result(r, slot), slice.bytes);
+      });
+    }
+    if (!reduces) break;
+    const Range slice = slice_of(chunk_of(begin), rank, size);
+    char* own = bytes + begin + slice.begin;
+    char* result = group.result(rank, group.slot());
+    reduce_from_staging(group, call, slot, slice.begin, slice.bytes, own, result, terms);
+    copy_bytes(own, result, slice.bytes);
+  }
+}
+
+// A chunk holds one piece for every rank; the piece for itself stays in user memory.
+void run_reduce_scatter(SharedGroup& group, const CollectiveCall& call, const void* input, void* output) {
+  const int rank = group.rank(), size = group.size();
+  const auto* in = static_cast<const char*>(input);
+  auto* out = static_cast<char*>(output);
+  const int64_t total = call.count * static_cast<int64_t>(dtype_size(call.dtype));
+  if (total == 0 || size == 1) {
+    group.meet();
+    return copy_bytes(out, in, total);
+  }
+  std::vector<const void*> terms(static_cast<size_t>(size));
+  const int64_t chunk = group.chunk_bytes() / size;
+  for (int64_t begin = 0; begin < total; begin += chunk) {
+    const int64_t length = std::min(chunk, total - begin);
+    const int slot = group.slot();
+    for (int r = 0; r < size; ++r)
+      if (r != rank) copy_bytes(group.staging(rank, slot) + r * chunk, in + r * total + begin, length);
+    group.meet();
+    reduce_from_staging(group, call, slot, rank * chunk, length, in + rank * total + begin, out + begin, terms);
+  }
+}
+
+void run_all_gather(SharedGroup& group, const CollectiveCall& call, const void* input, void* output) {
+  const int rank = group.rank(), size = group.size();
+  const auto* in = static_cast<const char*>(input);
+  auto* out = static_cast<char*>(output);
+  const int64_t total = call.count * static_cast<int64_t>(dtype_size(call.dtype));
+  if (total == 0 || size == 1) {
+    group.meet();
+    return copy_bytes(out, in, total);
+  }
+  const int64_t chunk = group.chunk_bytes();
+  for (int64_t begin = 0; begin < total; begin += chunk) {
+    const int64_t length = std::min(chunk, total - begin);
+    const int slot = group.slot();
+    copy_bytes(group.staging(rank, slot), in + begin, length);
+    group.meet();
+    for (int i = 0; i < size; ++i) {
+      const int r = (rank + i) % size;  // not all ranks read the same staging at once
+      copy_bytes(out + r * total + begin, r == rank ? in + begin : group.staging(r, slot), length);
+    }
+  }
+}
+
+void run_broadcast(SharedGroup& group, const CollectiveCall& call, void* data) {
+  auto* bytes = static_cast<char*>(data);
+  const int64_t total = call.count * static_cast<int64_t>(dtype_size(call.dtype));
+  const bool is_root = group.rank() == call.root;
+  if (total == 0 || group.size() == 1) return group.meet();
+  const int64_t chunk = group.chunk_bytes();
+  for (int64_t begin = 0; begin < total; begin += chunk) {
+    const int64_t length = std::min(chunk, total - begin);
+    const int slot = group.slot();
+    if (is_root) copy_bytes(group.staging(call.root, slot), bytes + begin, length);
+    group.meet();
+    if (!is_root) copy_bytes(bytes + begin, group.staging(call.root, slot), length);
+  }
+}
+
+}  // namespace polyreme

@@ -1,0 +1,352 @@
+#include "comm/shared_memory/group.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <new>
+#include <thread>
+
+#include "base/math.h"
+
+namespace polyreme {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How often a rank that waits looks whether the others live.
+constexpr auto kLookInterval = std::chrono::milliseconds(50);
+// Two ranks killed together are both named: the second has this long to be found.
+constexpr auto kSecondLook = std::chrono::milliseconds(20);
+
+// Steps before a waiting rank sleeps. Measured on 2 cores: with a core per rank spinning answers in
+// 0.1-0.4 us; with more ranks than cores it only keeps the awaited rank from running.
+struct WaitingPolicy {
+  int pauses;
+  int yields;
+};
+constexpr WaitingPolicy kCorePerRank{4000, 200};
+constexpr WaitingPolicy kOversubscribed{100, 50};
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+int64_t effective_chunk_bytes(int size, int64_t chunk_bytes) {
+  return size == 1 ? 0 : round_up(std::max<int64_t>(chunk_bytes, 1), int64_t{64} * size);
+}
+
+void copy_text(char* to, size_t capacity, const std::string& text) {
+  const size_t length = std::min(text.size(), capacity - 1);
+  std::memcpy(to, text.data(), length);
+  to[length] = '\0';
+}
+
+// The futex is the half of `word` that changes with every arrival.
+uint32_t* low_half(std::atomic<uint64_t>& word) {
+  static_assert(std::endian::native == std::endian::little);
+  return reinterpret_cast<uint32_t*>(&word);
+}
+
+// Not the private kind of futex: the sleeper may be another process.
+void futex_wait(uint32_t* word, uint32_t expected, std::chrono::nanoseconds limit) {
+  timespec time{};
+  time.tv_sec = static_cast<time_t>(limit.count() / 1'000'000'000);
+  time.tv_nsec = static_cast<long>(limit.count() % 1'000'000'000);
+  syscall(SYS_futex, word, FUTEX_WAIT, expected, &time, nullptr, 0);
+}
+
+void futex_wake(uint32_t* word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
+
+}  // namespace
+
+RankIdentity this_rank() { return {this_process(), host_name(), usable_cpus()}; }
+
+int64_t SharedGroup::segment_bytes(int size, int64_t chunk_bytes) {
+  return SegmentLayout(size, effective_chunk_bytes(size, chunk_bytes)).segment_bytes();
+}
+
+void SharedGroup::format(SharedMemory& memory, int size, int64_t chunk_bytes) {
+  auto* group = new (memory.address()) GroupBlock{};
+  for (int r = 0; r < size; ++r) new (&SegmentLayout::rank_block(memory.address(), r)) RankBlock{};
+  group->version = kSegmentVersion;
+  group->size = size;
+  group->chunk_bytes = effective_chunk_bytes(size, chunk_bytes);
+  group->segment_bytes = segment_bytes(size, chunk_bytes);
+  group->magic = kSegmentMagic;
+}
+
+void SharedGroup::introduce(SharedMemory& memory, int rank, const RankIdentity& identity) {
+  RankBlock& block = SegmentLayout::rank_block(memory.address(), rank);
+  if (block.pid.load(std::memory_order_acquire) != 0) return;
+  block.start_ticks = identity.process.start_ticks;
+  block.pid_namespace = identity.process.pid_namespace;
+  copy_text(block.host, sizeof(block.host), identity.host);
+  block.cpus = identity.cpus;
+  block.pid.store(identity.process.pid, std::memory_order_release);
+}
+
+SharedGroup::SharedGroup(std::shared_ptr<SharedMemory> memory, int rank, int size, int64_t chunk_bytes, Options options)
+    : memory_(std::move(memory)), rank_(rank), size_(size), options_(std::move(options)), self_(this_process()) {
+  const GroupBlock& header = group();
+  const bool ours = memory_->size_bytes() >= sizeof(GroupBlock) && header.magic == kSegmentMagic;
+  require<CommError>(ours, "group '", options_.name, "', rank ", rank, ": the shared memory is not a group's segment");
+  require<CommError>(header.version == kSegmentVersion, "group '", options_.name, "', rank ", rank,
+                     ": the segment has version ", header.version, ", this library ", kSegmentVersion,
+                     "; install the same version for all ranks");
+  const int64_t expected_chunk = effective_chunk_bytes(size, chunk_bytes);
+  if (header.size != size || header.chunk_bytes != expected_chunk ||
+      static_cast<int64_t>(memory_->size_bytes()) < segment_bytes(size, chunk_bytes)) {
+    fail(FailureKind::kMismatch,
+         concat("rank ", rank, " has size ", size, " and chunk_bytes ", expected_chunk, ", the segment of rank 0 has ",
+                header.size, " and ", header.chunk_bytes, "; pass the same CommOptions on all ranks"));
+    throw_failure();
+  }
+  layout_ = SegmentLayout(size, expected_chunk);
+  introduce(*memory_, rank_, this_rank());
+}
+
+SharedGroup::~SharedGroup() { leave("its communicator was destroyed"); }
+
+RankIdentity SharedGroup::identity(int rank) const {
+  const RankBlock& from = block(rank);
+  RankIdentity identity;
+  identity.process.pid = from.pid.load(std::memory_order_acquire);
+  if (identity.process.pid == 0) return identity;
+  identity.process.start_ticks = from.start_ticks;
+  identity.process.pid_namespace = from.pid_namespace;
+  identity.host = from.host;
+  identity.cpus = from.cpus;
+  return identity;
+}
+
+void SharedGroup::choose_waiting() {
+  CpuMask together{};
+  for (int r = 0; r < size_; ++r) {
+    const CpuMask cpus = identity(r).cpus;
+    for (size_t i = 0; i < together.size(); ++i) together[i] |= cpus[i];
+  }
+  oversubscribed_ = options_.oversubscribed || size_ > count_cpus(together);
+}
+
+uint64_t SharedGroup::post(const CollectiveCall& call) {
+  const uint64_t before = mine().posted.load(std::memory_order_relaxed);
+  withdraw(call.sequence << 8 | static_cast<uint64_t>(call.op));
+  return before;
+}
+
+void SharedGroup::begin(const CollectiveCall& call, std::chrono::milliseconds limit) {
+  call_ = call;
+  limit_ = limit;
+  throw_if_failed();
+  if (call.sequence != sequence_of(mine().completed) + 1)
+    fail_and_throw(FailureKind::kPeerLost, concat(who(rank_), " skipped the call after ", mark_text(mine().completed),
+                                                  ": an earlier operation of its stream failed"));
+  mine().call[slot()] = call;
+  opening_ = true;
+}
+
+void SharedGroup::end() {
+  mine().completed.store(call_.sequence << 8 | static_cast<uint64_t>(call_.op), std::memory_order_relaxed);
+}
+
+void SharedGroup::meet() {
+  const int slot_met = slot();
+  ++meetings_;
+  // `arrived` first: a rank that looks for who is missing must not find one that has been counted.
+  mine().arrived.store(meetings_, std::memory_order_relaxed);
+  const uint64_t target = meetings_ * static_cast<uint64_t>(size_);
+  if (group().arrivals.fetch_add(1, std::memory_order_seq_cst) + 1 == target) {
+    // Either the sleeper's count is seen here, or the new number of arrivals keeps it from sleeping.
+    if (group().sleepers.load(std::memory_order_seq_cst) > 0) wake_all();
+  } else {
+    await(target);
+  }
+  if (opening_) compare_calls(slot_met);
+}
+
+void SharedGroup::await(uint64_t target) {
+  const std::atomic<uint64_t>& arrivals = group().arrivals;
+  const WaitingPolicy& policy = oversubscribed_ ? kOversubscribed : kCorePerRank;
+  for (int i = 0; i < policy.pauses; ++i) {
+    if (arrivals.load(std::memory_order_acquire) >= target) return;
+    pause_cpu();
+  }
+  for (int i = 0; i < policy.yields; ++i) {
+    if (arrivals.load(std::memory_order_acquire) >= target) return;
+    sched_yield();
+  }
+  const Clock::time_point deadline = Clock::now() + limit_;
+  Clock::time_point next_look = Clock::now() + kLookInterval;
+  while (true) {
+    const uint64_t seen = arrivals.load(std::memory_order_acquire);
+    if (seen >= target) return;
+    throw_if_failed();
+    look_for_departed();
+    const Clock::time_point now = Clock::now();
+    if (now >= next_look) {
+      look_for_dead();
+      next_look = now + kLookInterval;
+    }
+    if (now >= deadline) time_out();
+    sleep(seen, std::max<Clock::duration>(std::min(next_look, deadline) - now, std::chrono::microseconds(1)));
+  }
+}
+
+void SharedGroup::sleep(uint64_t seen, std::chrono::nanoseconds limit) {
+  group().sleepers.fetch_add(1, std::memory_order_seq_cst);
+  if (group().arrivals.load(std::memory_order_seq_cst) == seen)
+    futex_wait(low_half(group().arrivals), static_cast<uint32_t>(seen), limit);
+  group().sleepers.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void SharedGroup::wake_all() noexcept { futex_wake(low_half(group().arrivals)); }
+
+std::vector<int> SharedGroup::missing() const {
+  std::vector<int> ranks;
+  for (int r = 0; r < size_; ++r)
+    if (block(r).arrived.load(std::memory_order_acquire) < meetings_) ranks.push_back(r);
+  return ranks;
+}
+
+void SharedGroup::look_for_departed() {
+  if (group().departures.load(std::memory_order_acquire) == 0) return;
+  for (int r = 0; r < size_; ++r) {
+    // In this order: a rank that came to this meeting and left afterwards is not missed.
+    if (block(r).departed.load(std::memory_order_acquire) == 0) continue;
+    if (block(r).arrived.load(std::memory_order_relaxed) >= meetings_) continue;
+    fail_and_throw(FailureKind::kPeerLost, concat(who(r), " left the group after ", mark_text(block(r).completed), ": ",
+                                                  block(r).departure_text));
+  }
+}
+
+std::vector<int> SharedGroup::dead_among(const std::vector<int>& ranks) const {
+  std::vector<int> dead;
+  for (const int r : ranks)
+    if (has_ended(identity(r).process, self_)) dead.push_back(r);
+  return dead;
+}
+
+void SharedGroup::look_for_dead() {
+  if (dead_among(missing()).empty()) return;
+  std::this_thread::sleep_for(kSecondLook);
+  look_for_departed();  // an orderly end is told apart
+  const std::vector<int> dead = dead_among(missing());
+  if (dead.empty()) return;
+  fail_and_throw(FailureKind::kPeerLost, concat("lost ", progress_text(dead), ": the process has ended"));
+}
+
+void SharedGroup::time_out() {
+  look_for_dead();
+  const std::vector<int> absent = missing();
+  if (absent.empty()) return;  // they came this very moment
+  fail_and_throw(FailureKind::kTimeout,
+                 concat("waited ", static_cast<double>(limit_.count()) / 1000, " s for ", progress_text(absent)));
+}
+
+std::string SharedGroup::mark_text(const std::atomic<uint64_t>& mark) {
+  const uint64_t value = mark.load(std::memory_order_relaxed);
+  if (value == 0) return "nothing";
+  return concat(collective_name(static_cast<CollectiveOp>(value & 0xff)), " (sequence ", value >> 8, ")");
+}
+
+std::string SharedGroup::progress_text(const std::vector<int>& ranks) const {
+  std::string text;
+  for (const int r : ranks) {
+    const RankBlock& peer = block(r);
+    text += concat(text.empty() ? "" : "; ", who(r), ", which last completed ", mark_text(peer.completed));
+    if (sequence_of(peer.posted) > sequence_of(peer.completed)) {
+      text += concat(" and is in ", mark_text(peer.posted));
+    } else {
+      text += " and has called nothing since";
+    }
+  }
+  return text;
+}
+
+void SharedGroup::compare_calls(int slot) {
+  opening_ = false;
+  bool equal = true;
+  for (int r = 0; r < size_; ++r) equal = equal && block(r).call[slot] == call_;
+  if (equal) return;
+  std::vector<CollectiveCall> calls;
+  for (int r = 0; r < size_; ++r) calls.push_back(block(r).call[slot]);
+  fail_and_throw(FailureKind::kMismatch, concat("the ranks called different collectives: ", mismatch_text(calls)));
+}
+
+void SharedGroup::fail(FailureKind kind, const std::string& text) noexcept {
+  GroupBlock& shared = group();
+  uint32_t expected = 0;
+  if (!shared.failure_state.compare_exchange_strong(expected, 1)) return;
+  shared.failure_kind = kind;
+  copy_text(shared.failure_text, sizeof(shared.failure_text), text);
+  shared.failure_state.store(2, std::memory_order_release);
+  wake_all();
+}
+
+void SharedGroup::throw_if_failed() const {
+  if (group().failure_state.load(std::memory_order_acquire) != 0) [[unlikely]]
+    throw_failure();
+}
+
+void SharedGroup::fail_and_throw(FailureKind kind, const std::string& text) {
+  fail(kind, text);
+  throw_failure();
+}
+
+void SharedGroup::throw_failure() const {
+  const GroupBlock& shared = group();
+  // Whoever is writing the text may have died over it.
+  for (int i = 0; i < 100 && shared.failure_state.load(std::memory_order_acquire) != 2; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (shared.failure_state.load(std::memory_order_acquire) != 2)
+    throw PeerLost(concat(where(), ": a rank died while it reported a failure"));
+  const std::string text = concat(where(), ": ", shared.failure_text);
+  switch (shared.failure_kind) {
+    case FailureKind::kTimeout:
+      throw Timeout(text);
+    case FailureKind::kMismatch:
+      throw CollectiveMismatch(text);
+    default:
+      throw PeerLost(text);
+  }
+}
+
+void SharedGroup::leave(const std::string& why) noexcept {
+  if (left_.exchange(true)) return;
+  try {
+    const bool owes = sequence_of(mine().posted) > sequence_of(mine().completed);
+    copy_text(mine().departure_text, sizeof(mine().departure_text), why);
+    if (owes) {
+      fail(FailureKind::kPeerLost, concat(who(rank_), " left the group: ", why, " before ", mark_text(mine().posted),
+                                          " had run"));
+    }
+  } catch (const std::exception&) {
+    fail(FailureKind::kPeerLost, "a rank left the group");  // out of memory for the text
+  }
+  mine().departed.store(1, std::memory_order_release);
+  group().departures.fetch_add(1, std::memory_order_acq_rel);
+  wake_all();
+}
+
+std::string SharedGroup::who(int rank) const {
+  const RankIdentity peer = identity(rank);
+  if (peer.process.pid == 0) return concat("rank ", rank, " (not attached yet)");
+  return concat("rank ", rank, " (host ", peer.host, ", pid ", peer.process.pid, ")");
+}
+
+std::string SharedGroup::where() const {
+  std::string text = concat("group '", options_.name, "', rank ", rank_);
+  if (call_.op != CollectiveOp::kNone) text += concat(", ", call_.to_string(), ", sequence ", call_.sequence);
+  return text;
+}
+
+}  // namespace polyreme

@@ -1,0 +1,131 @@
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/collective.h"
+#include "comm/shared_memory/layout.h"
+#include "comm/shared_memory/memory.h"
+
+namespace polyreme {
+
+// Who a rank is.
+struct RankIdentity {
+  ProcessIdentity process;
+  std::string host;
+  CpuMask cpus{};
+};
+RankIdentity this_rank();
+
+// One rank's side of a group over shared memory: the meetings, and everything that can go wrong.
+//
+// A *call* is a sequence of *meetings*. At a meeting every rank waits for all others; what a rank
+// has written before is then visible to all. Meetings alternate between two *slots* of staging,
+// results, notes and call records: what is written into `slot()` before a meeting may be read by
+// the others after it, until their next one. So one meeting per chunk is enough: the slot is
+// written again two meetings later, and the one in between shows that everybody has read it.
+//
+// The first meeting of a call compares the calls of all ranks. User memory may be written only
+// after it.
+//
+// Every function but `fail` and `leave` belongs to one thread at a time.
+class SharedGroup {
+ public:
+  struct Options {
+    std::string name;
+    std::chrono::milliseconds timeout;
+    bool oversubscribed = false;  // known from outside: more processes than CPUs
+  };
+  // Bytes of a segment, and its preparation by whoever created the memory. chunk_bytes is rounded up.
+  static int64_t segment_bytes(int size, int64_t chunk_bytes);
+  static void format(SharedMemory& memory, int size, int64_t chunk_bytes);
+  // Puts a rank's process on record, so that its death is noticed; before it attaches where known.
+  static void introduce(SharedMemory& memory, int rank, const RankIdentity& identity);
+
+  // Throws CommError if the memory is not a segment of this version, size and chunk_bytes; tells the
+  // others then.
+  SharedGroup(std::shared_ptr<SharedMemory> memory, int rank, int size, int64_t chunk_bytes, Options options);
+  ~SharedGroup();
+  SharedGroup(const SharedGroup&) = delete;
+  SharedGroup& operator=(const SharedGroup&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const Options& options() const { return options_; }
+  bool oversubscribed() const { return oversubscribed_; }
+  // Looks at the CPUs of all ranks, which must have introduced themselves, to choose how to wait.
+  void choose_waiting();
+
+  // Begins a call that this rank has posted. A silent wait ends after `limit`. Throws if the group
+  // is broken, or if an earlier call was posted and never ran.
+  void begin(const CollectiveCall& call, std::chrono::milliseconds limit);
+  // Throws PeerLost, Timeout or CollectiveMismatch; the group is broken for all ranks then.
+  void meet();
+  void end();
+
+  // Sequence number of the next call; `post` makes it known to the others, `withdraw` with what
+  // `post` returned undoes that.
+  uint64_t next_sequence() const { return sequence_of(mine().posted) + 1; }
+  uint64_t post(const CollectiveCall& call);
+  void withdraw(uint64_t mark_before) { mine().posted.store(mark_before, std::memory_order_relaxed); }
+
+  // Of the next meeting.
+  int slot() const { return static_cast<int>(meetings_ % kNumSlots); }
+  int64_t chunk_bytes() const { return layout_.chunk_bytes(); }
+  char* staging(int rank, int slot) const { return layout_.staging(base(), rank, slot); }
+  char* result(int rank, int slot) const { return layout_.result(base(), rank, slot); }
+  char* note(int rank, int slot) const { return block(rank).note[slot]; }
+  RankIdentity identity(int rank) const;
+
+  // Breaks the group for all ranks unless it is broken already. From any thread.
+  void fail(FailureKind kind, const std::string& text) noexcept;
+  void throw_if_failed() const;
+  // Takes this rank out; the others fail when they need it, at once if it owes them a call. Once.
+  void leave(const std::string& why) noexcept;
+  // "rank 2 (host a, pid 123)"
+  std::string who(int rank) const;
+  // "group 'world', rank 0, all_reduce float32[4] sum, sequence 7"
+  std::string where() const;
+
+ private:
+  static uint64_t sequence_of(const std::atomic<uint64_t>& mark) { return mark.load(std::memory_order_relaxed) >> 8; }
+  static std::string mark_text(const std::atomic<uint64_t>& mark);
+
+  void* base() const { return memory_->address(); }
+  GroupBlock& group() const { return SegmentLayout::group(base()); }
+  RankBlock& block(int rank) const { return SegmentLayout::rank_block(base(), rank); }
+  RankBlock& mine() const { return block(rank_); }
+
+  void await(uint64_t target);
+  void sleep(uint64_t seen, std::chrono::nanoseconds limit);
+  void wake_all() noexcept;
+  void look_for_departed();
+  void look_for_dead();
+  void time_out();
+  std::vector<int> dead_among(const std::vector<int>& ranks) const;
+  [[noreturn]] void throw_failure() const;
+  [[noreturn]] void fail_and_throw(FailureKind kind, const std::string& text);
+  void compare_calls(int slot);
+  std::vector<int> missing() const;
+  // "rank 2 (host a, pid 123), which last completed barrier (sequence 4) and ..."; of several, joined.
+  std::string progress_text(const std::vector<int>& ranks) const;
+
+  std::shared_ptr<SharedMemory> memory_;
+  int rank_;
+  int size_;
+  Options options_;
+  SegmentLayout layout_;
+  ProcessIdentity self_;
+  bool oversubscribed_ = false;
+  std::atomic<bool> left_{false};
+
+  uint64_t meetings_ = 0;
+  CollectiveCall call_;
+  std::chrono::milliseconds limit_{0};
+  bool opening_ = false;  // the next meeting is the first one of the call
+};
+
+}  // namespace polyreme

@@ -1,0 +1,152 @@
+// How a group over shared memory is split. All ranks exchange their wishes as notes, then the first
+// member of each new group makes the memory and tells its name, or why it could not, as a note.
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <map>
+
+#include "comm/shared_memory/shared_communicator.h"
+
+namespace polyreme {
+namespace {
+
+constexpr size_t kMaxNameBytes = 200;
+
+struct Wish {
+  int32_t color = -1;
+  int32_t key = 0;
+  char name[kMaxNameBytes + 1] = {};
+};
+static_assert(sizeof(Wish) <= kNoteBytes);
+
+// The memory of a new group as its first member reports it.
+struct Offer {
+  enum class Outcome : uint32_t { kNotFirst, kMade, kOutOfMemory, kFailed };
+  Outcome outcome = Outcome::kNotFirst;
+  char text[kNoteBytes - sizeof(Outcome)] = {};  // the name of the memory, or what went wrong
+};
+static_assert(sizeof(Offer) <= kNoteBytes);
+
+// Every rank learns the note of every rank.
+template <typename Note>
+std::vector<Note> exchange(SharedGroup& group, const Note& note) {
+  const int slot = group.slot();
+  std::memcpy(group.note(group.rank(), slot), &note, sizeof(note));
+  group.meet();
+  std::vector<Note> notes(static_cast<size_t>(group.size()));
+  for (int r = 0; r < group.size(); ++r) std::memcpy(&notes[static_cast<size_t>(r)], group.note(r, slot), sizeof(note));
+  return notes;
+}
+
+// Members of each color in order of (key, rank).
+std::map<int, std::vector<int>> members_by_color(const std::vector<Wish>& wishes) {
+  std::map<int, std::vector<int>> members;
+  for (size_t r = 0; r < wishes.size(); ++r)
+    if (wishes[r].color >= 0) members[wishes[r].color].push_back(static_cast<int>(r));
+  for (auto& [color, ranks] : members)
+    std::stable_sort(ranks.begin(), ranks.end(), [&](int a, int b) {
+      return wishes[static_cast<size_t>(a)].key < wishes[static_cast<size_t>(b)].key;
+    });
+  return members;
+}
+
+// Empty if the members of each new group agree on its name.
+std::string name_conflict(const std::vector<Wish>& wishes, const std::map<int, std::vector<int>>& members) {
+  for (const auto& [color, ranks] : members)
+    for (const int r : ranks) {
+      const char* first = wishes[static_cast<size_t>(ranks.front())].name;
+      const char* other = wishes[static_cast<size_t>(r)].name;
+      if (std::strcmp(first, other) != 0)
+        return concat("split: the group of color ", color, " is '", first, "' on rank ", ranks.front(), " and '", other,
+                      "' on rank ", r);
+    }
+  return {};
+}
+
+}  // namespace
+
+std::unique_ptr<Communicator> SharedCommunicator::split(int color, int key, const std::string& name) {
+  const SingleUser::Guard guard(single_user_, *group_);
+  require(name.size() <= kMaxNameBytes && name.find('\0') == std::string::npos, "split: the name of a group has at most ",
+          kMaxNameBytes, " characters, none of them NUL; got ", name.size());
+  std::unique_ptr<Communicator> child;
+  std::exception_ptr no_memory;
+  run_on_host(CollectiveOp::kSplit, group_->options().timeout, [&] {
+    try {
+      child = split_members(color, key, name);
+    } catch (const OutOfMemory&) {
+      no_memory = std::current_exception();  // on every rank: the call ends in good order
+    } catch (const std::exception& failure) {
+      group_->fail(FailureKind::kPeerLost, concat(group_->who(rank()), " failed in split: ", failure.what()));
+      throw;
+    }
+  });
+  if (no_memory) std::rethrow_exception(no_memory);
+  return child;
+}
+
+std::unique_ptr<Communicator> SharedCommunicator::split_members(int color, int key, const std::string& name) {
+  Wish wish{.color = color, .key = key};
+  std::memcpy(wish.name, name.c_str(), name.size());
+  const std::vector<Wish> wishes = exchange(*group_, wish);
+  const std::map<int, std::vector<int>> members = members_by_color(wishes);
+  if (const std::string conflict = name_conflict(wishes, members); !conflict.empty()) {
+    group_->fail(FailureKind::kMismatch, conflict);
+    group_->throw_if_failed();
+  }
+
+  const std::vector<int> mine = color < 0 ? std::vector<int>{} : members.at(color);
+  const int size = static_cast<int>(mine.size());
+  Offer offer;
+  std::shared_ptr<SharedMemory> memory;
+  if (size > 0 && mine.front() == rank()) {
+    std::string text;
+    try {
+      memory = source_->create(static_cast<size_t>(SharedGroup::segment_bytes(size, chunk_bytes_)), &text);
+      SharedGroup::format(*memory, size, chunk_bytes_);
+      for (int i = 0; i < size; ++i)
+        SharedGroup::introduce(*memory, i, group_->identity(mine[static_cast<size_t>(i)]));
+      offer.outcome = Offer::Outcome::kMade;
+    } catch (const OutOfMemory& failure) {
+      offer.outcome = Offer::Outcome::kOutOfMemory;
+      text = failure.what();
+    } catch (const std::exception& failure) {
+      offer.outcome = Offer::Outcome::kFailed;
+      text = failure.what();
+    }
+    text.resize(std::min(text.size(), sizeof(offer.text) - 1));
+    std::memcpy(offer.text, text.c_str(), text.size());
+  }
+  // The name is taken away again whatever happens from here on.
+  struct Forgetter {
+    SharedMemorySource& source;
+    std::string name;
+    ~Forgetter() {
+      if (!name.empty()) source.forget(name);
+    }
+  } forgetter{*source_, offer.outcome == Offer::Outcome::kMade ? offer.text : ""};
+
+  const std::vector<Offer> offers = exchange(*group_, offer);
+  for (size_t r = 0; r < offers.size(); ++r) {
+    const std::string text = concat(group_->where(), ": ", group_->who(static_cast<int>(r)), ": ", offers[r].text);
+    require<OutOfMemory>(offers[r].outcome != Offer::Outcome::kOutOfMemory, text);
+    require<CommError>(offers[r].outcome != Offer::Outcome::kFailed, text);
+  }
+  if (size == 0) return nullptr;
+  return join_child(offers[static_cast<size_t>(mine.front())].text, mine, name);
+}
+
+std::unique_ptr<Communicator> SharedCommunicator::join_child(const std::string& segment_name,
+                                                             const std::vector<int>& members, const std::string& name) {
+  const int size = static_cast<int>(members.size());
+  const int child_rank = static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
+  auto child_group = std::make_shared<SharedGroup>(
+      source_->attach(segment_name), child_rank, size, chunk_bytes_,
+      SharedGroup::Options{name, group_->options().timeout, group_->oversubscribed()});
+  auto child = std::make_unique<SharedCommunicator>(std::move(child_group), source_, order_, chunk_bytes_);
+  child->attach();
+  return child;
+}
+
+}  // namespace polyreme

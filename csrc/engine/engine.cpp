@@ -1,0 +1,276 @@
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "ops/ops.h"
+
+namespace polyreme {
+namespace {
+
+int64_t checked_lanes(EngineOptions& options, const Communicator& dp) {
+  if (options.lanes_dp == 0) options.lanes_dp = dp.size();
+  const int64_t ranks = dp.size();
+  check_lanes("dp", options.lanes_dp, ranks);
+  require(options.micro_batch >= 1, "micro_batch=", options.micro_batch, "; expected at least 1");
+  require(options.global_batch >= ranks, "global_batch=", options.global_batch, " is less than dp=", ranks,
+          ": some ranks would have no sample; use at least one sample per rank");
+  require(options.global_batch % options.lanes_dp == 0, "global_batch=", options.global_batch,
+          " does not divide by lanes.dp=", options.lanes_dp, "; every lane needs the same number of samples");
+  return options.lanes_dp / ranks;
+}
+
+// FNV-1a (Fowler, Noll, Vo): the random stream of a parameter's initial values comes from its name.
+uint32_t name_hash(const std::string& name) {
+  uint32_t hash = 2166136261u;
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
+  return hash;
+}
+
+int64_t count_valid(const HostBatch& batch) {
+  return std::count_if(batch.targets.begin(), batch.targets.end(), [](int32_t t) { return t != kIgnoreIndex; });
+}
+
+}  // namespace
+
+Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& options)
+    : device_(device),
+      dp_(mesh.group("dp")),
+      dp_rank_(mesh.coordinate("dp")),
+      model_(std::move(model)),
+      options_(options),
+      stream_(device.create_stream("compute")),
+      params_(*stream_, model_.registry, checked_lanes(options_, dp_), dp_),
+      optimizer_(make_optimizer(*stream_, params_.layout(), options_.optimizer)),
+      loss_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "loss sum")),
+      square_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "squared gradient sum")),
+      clip_scale_(empty(device, DType::kF32, {1}, "clip scale")) {
+  init_weights();
+}
+
+void Engine::init_weights() {
+  const std::vector<ParamSpec>& specs = model_.registry.specs();
+  for (size_t i = 0; i < specs.size(); ++i) {
+    const Tensor weight = params_.layout().view(params_.weights(), i);
+    if (specs[i].init.kind == ParamInit::Kind::kOnes) fill(*stream_, weight, 1.0f);
+    if (specs[i].init.kind == ParamInit::Kind::kNormal) {
+      const RandomKey key{options_.seed, RandomPurpose::kInit, name_hash(specs[i].name), 0};
+      fill_normal(*stream_, weight, static_cast<float>(specs[i].init.std), key, 0);
+    }
+  }
+  stream_->synchronize();
+}
+
+void Engine::check_batch(const HostBatch& batch, int64_t num_samples, bool needs_targets) const {
+  require(batch.num_samples == num_samples, "the batch has ", batch.num_samples, " samples; this rank expects ",
+          num_samples, " (global_batch=", options_.global_batch, " over dp=", dp_.size(), ")");
+  require(batch.seq_len >= 1 && batch.seq_len <= model_.max_seq_len, "the batch has seq_len=", batch.seq_len,
+          "; the model takes 1 to ", model_.max_seq_len);
+  const auto size = static_cast<size_t>(batch.num_samples * batch.seq_len);
+  require(batch.tokens.size() == size && (!needs_targets || batch.targets.size() == size), "the batch is said to be [",
+          batch.num_samples, ", ", batch.seq_len, "], but has ", batch.tokens.size(), " tokens and ",
+          batch.targets.size(), " targets");
+  const auto vocab = static_cast<int32_t>(model_.vocab);
+  for (size_t i = 0; i < batch.tokens.size(); ++i)
+    require(batch.tokens[i] >= 0 && batch.tokens[i] < vocab, "token ", batch.tokens[i], " at sample ",
+            i / static_cast<size_t>(batch.seq_len), ", position ", i % static_cast<size_t>(batch.seq_len),
+            " is outside the model's vocabulary of ", vocab);
+  for (size_t i = 0; i < batch.targets.size(); ++i)
+    require((batch.targets[i] >= 0 && batch.targets[i] < vocab) || batch.targets[i] == kIgnoreIndex, "target ",
+            batch.targets[i], " at sample ", i / static_cast<size_t>(batch.seq_len), ", position ",
+            i % static_cast<size_t>(batch.seq_len), " is neither in the model's vocabulary of ", vocab, " nor ",
+            kIgnoreIndex, " (ignored)");
+}
+
+HostBatch Engine::read_samples(const TokenDataset& data, int64_t count,
+                               const std::function<int64_t(int64_t)>& sample) const {
+  const int64_t seq_len = model_.max_seq_len;
+  HostBatch batch{.num_samples = count, .seq_len = seq_len};
+  batch.tokens.resize(static_cast<size_t>(count * seq_len));
+  batch.targets.resize(static_cast<size_t>(count * seq_len));
+  for (int64_t i = 0; i < count; ++i)
+    data.read_sample(sample(i), seq_len, model_.vocab, &batch.tokens[static_cast<size_t>(i * seq_len)],
+                     &batch.targets[static_cast<size_t>(i * seq_len)]);
+  return batch;
+}
+
+int64_t Engine::sum_over_dp(int64_t value) {
+  if (dp_.size() == 1) return value;
+  const Tensor sum = empty(device_, DType::kI64, {1}, "count");
+  copy_from_host(*stream_, &value, sum);
+  dp_.all_reduce(sum, ReduceOp::kSum, *stream_)->wait_on(*stream_);
+  int64_t total = 0;
+  copy_to_host(*stream_, sum, &total);
+  stream_->synchronize();
+  return total;
+}
+
+Engine::DeviceBatch Engine::upload(const HostBatch& batch) {
+  const Shape shape{batch.num_samples, batch.seq_len};
+  DeviceBatch result{empty(device_, DType::kI32, shape, "tokens"), {}};
+  copy_from_host(*stream_, batch.tokens.data(), result.tokens);
+  if (!batch.targets.empty()) {
+    result.targets = empty(device_, DType::kI32, shape, "targets");
+    copy_from_host(*stream_, batch.targets.data(), result.targets);
+  }
+  return result;
+}
+
+Context Engine::make_context(const DeviceBatch& batch, int64_t begin, int64_t end, int64_t first_sample,
+                             bool training) const {
+  MicroBatch micro_batch{batch.tokens.slice(0, begin, end), {}, first_sample};
+  if (batch.targets.defined()) micro_batch.targets = batch.targets.slice(0, begin, end);
+  return {.stream = *stream_,
+          .params = params_,
+          .batch = micro_batch,
+          .training = training,
+          .seed = options_.seed,
+          .step = static_cast<uint32_t>(applied_steps_)};
+}
+
+Tensor Engine::run_forward(const Context& context, size_t num_layers, std::vector<Saved>* saved) const {
+  if (saved) saved->resize(num_layers);
+  Tensor x;
+  for (size_t i = 0; i < num_layers; ++i) x = model_.layers[i]->forward(context, x, saved ? &(*saved)[i] : nullptr);
+  return x;
+}
+
+void Engine::run_backward(const Context& context, std::vector<Saved>& saved) const {
+  Tensor grad;
+  for (size_t i = model_.layers.size(); i-- > 0;) {
+    grad = model_.layers[i]->backward_input(context, grad, saved[i]);
+    model_.layers[i]->backward_weight(context, saved[i]);
+    saved[i] = {};  // its activations are free for the layers below
+  }
+}
+
+void Engine::run_lanes(const DeviceBatch& batch, float loss_scale) {
+  const int64_t lane_samples = options_.global_batch / options_.lanes_dp;
+  const int64_t first_of_rank = dp_rank_ * local_batch();
+  for (int64_t lane_begin = 0; lane_begin < local_batch(); lane_begin += lane_samples) {
+    params_.begin_lane(*stream_);
+    for (int64_t begin = lane_begin; begin < lane_begin + lane_samples; begin += options_.micro_batch) {
+      const int64_t end = std::min(begin + options_.micro_batch, lane_begin + lane_samples);
+      Context context = make_context(batch, begin, end, first_of_rank + begin, /*training=*/true);
+      context.loss_scale = loss_scale;
+      std::vector<Saved> saved;
+      const Tensor loss = run_forward(context, model_.layers.size(), &saved);
+      exact_sum(*stream_, loss, loss_sum_);
+      run_backward(context, saved);
+    }
+    params_.end_lane(*stream_);
+  }
+}
+
+void Engine::measure_gradient() {
+  zero_limbs(*stream_, square_sum_);
+  // Parameter by parameter, so that the blocks do not depend on how the flat buffer is laid out.
+  for (size_t i = 0; i < params_.layout().size(); ++i)
+    exact_sum_squares(*stream_, params_.layout().view(params_.grads(), i), square_sum_);
+  clip_scale(*stream_, square_sum_, options_.clip_norm, clip_scale_);
+}
+
+double Engine::read_sum(const Tensor& limbs) {
+  ExactSum::Limbs values;
+  copy_to_host(*stream_, limbs, values.data());
+  stream_->synchronize();
+  return ExactSum(values).value();
+}
+
+StepStats Engine::train_step(const HostBatch& batch, float lr) {
+  check_batch(batch, local_batch(), /*needs_targets=*/true);
+  require(std::isfinite(lr) && lr >= 0, "learning rate ", lr, "; expected a finite number, 0 or more");
+  const int64_t valid = sum_over_dp(count_valid(batch));
+  const DeviceBatch on_device = upload(batch);
+  zero_limbs(*stream_, loss_sum_);
+  run_lanes(on_device, valid == 0 ? 0.0f : static_cast<float>(1.0 / static_cast<double>(valid)));
+  params_.finish(*stream_);
+  dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
+  measure_gradient();
+  // Without a valid token there is nothing to learn from, and not even weight decay is applied.
+  if (valid > 0)
+    optimizer_->step(*stream_, params_.weights(), params_.grads(), clip_scale_, lr, applied_steps_ + 1);
+  const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
+  const double norm = std::sqrt(read_sum(square_sum_));
+  if (!std::isfinite(norm) || !std::isfinite(loss))
+    throw NumericError(concat("step ", applied_steps_ + 1, ": loss ", loss, ", gradient norm ", norm,
+                              "; the first parameter whose gradient is not finite is '", first_bad_param(),
+                              "'. Nothing was updated. Lower the learning rate or set clip_norm, and check the data"));
+  if (valid > 0) ++applied_steps_;
+  return {loss, norm, options_.global_batch * batch.seq_len, valid};
+}
+
+StepStats Engine::train_step(const TokenDataset& data, const SampleOrder& order, int64_t step, float lr) {
+  const int64_t first = step * options_.global_batch + dp_rank_ * local_batch();
+  return train_step(read_samples(data, local_batch(), [&](int64_t i) { return order(first + i); }), lr);
+}
+
+StepStats Engine::evaluate(const TokenDataset& data, int64_t first, int64_t num_samples) {
+  require(num_samples >= 1, "evaluate: num_samples=", num_samples, "; expected at least 1");
+  const int64_t begin = num_samples * dp_rank_ / dp_.size();
+  const int64_t count = num_samples * (dp_rank_ + 1) / dp_.size() - begin;
+  const HostBatch batch = read_samples(data, count, [&](int64_t i) { return first + begin + i; });
+  zero_limbs(*stream_, loss_sum_);
+  if (count > 0) {
+    const DeviceBatch on_device = upload(batch);
+    for (int64_t i = 0; i < count; i += options_.micro_batch) {
+      const int64_t end = std::min(i + options_.micro_batch, count);
+      const Context context = make_context(on_device, i, end, begin + i, /*training=*/false);
+      exact_sum(*stream_, run_forward(context, model_.layers.size(), nullptr), loss_sum_);
+    }
+  }
+  dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
+  const int64_t tokens = num_samples * batch.seq_len;
+  return {read_sum(loss_sum_) / static_cast<double>(tokens), 0.0, tokens, tokens};
+}
+
+std::vector<float> Engine::logits(const HostBatch& batch) {
+  check_batch(batch, batch.num_samples, /*needs_targets=*/false);
+  std::vector<float> result(static_cast<size_t>(batch.num_samples * batch.seq_len * model_.vocab));
+  if (batch.num_samples == 0) return result;
+  const Context context = make_context(upload(batch), 0, batch.num_samples, 0, /*training=*/false);
+  copy_to_host(*stream_, run_forward(context, model_.layers.size() - 1, nullptr), result.data());
+  stream_->synchronize();
+  return result;
+}
+
+std::string Engine::first_bad_param() {
+  for (size_t i = 0; i < params_.layout().size(); ++i) {
+    zero_limbs(*stream_, square_sum_);
+    exact_sum_squares(*stream_, params_.layout().view(params_.grads(), i), square_sum_);
+    if (!std::isfinite(read_sum(square_sum_))) return model_.registry.specs()[i].name;
+  }
+  return "(none)";
+}
+
+Tensor Engine::flat(const std::string& kind) {
+  if (kind == "weight") return params_.weights();
+  std::string known = "weight, grad";
+  if (kind == "grad") {
+    require(params_.grads().defined(), "there is no gradient before the first step");
+    return params_.grads();
+  }
+  for (const auto& [name, tensor] : optimizer_->state()) {
+    if (name == kind) return tensor;
+    known += ", " + name;
+  }
+  throw InvalidArgument(concat("unknown kind '", kind, "'; expected one of ", known));
+}
+
+std::vector<float> Engine::read_param(const std::string& name, const std::string& kind) {
+  const Tensor part = params_.layout().view(flat(kind), static_cast<size_t>(model_.registry.index(name)));
+  std::vector<float> values(static_cast<size_t>(part.numel()));
+  copy_to_host(*stream_, part, values.data());
+  stream_->synchronize();
+  return values;
+}
+
+void Engine::write_param(const std::string& name, const std::vector<float>& values) {
+  const Tensor part = params_.layout().view(params_.weights(), static_cast<size_t>(model_.registry.index(name)));
+  require(static_cast<int64_t>(values.size()) == part.numel(), "parameter '", name, "' has ", part.shape().to_string(),
+          " = ", part.numel(), " elements, got ", values.size());
+  copy_from_host(*stream_, values.data(), part);
+  stream_->synchronize();
+}
+
+}  // namespace polyreme

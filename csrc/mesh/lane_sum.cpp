@@ -1,0 +1,54 @@
+#include "mesh/lane_sum.h"
+
+#include <bit>
+
+#include "ops/ops.h"
+
+namespace polyreme {
+
+void check_lanes(const std::string& axis, int64_t lanes, int64_t axis_size) {
+  require(lanes >= 1 && (lanes == axis_size ||
+                         (std::has_single_bit(static_cast<uint64_t>(lanes)) && lanes % axis_size == 0)),
+          "lanes.", axis, "=", lanes, " with ", axis, "=", axis_size, "; lanes must equal the axis' size, or be a power "
+          "of two that the size divides (then the layout can change later with the same bits)");
+}
+
+LaneSum::LaneSum(Device& device, const Shape& shape, int64_t local_lanes, Communicator& group)
+    : device_(device), shape_(shape), local_lanes_(local_lanes), group_(group) {
+  require(std::has_single_bit(static_cast<uint64_t>(local_lanes)), "a rank owns ", local_lanes,
+          " lanes; expected a power of two");
+  subtrees_.resize(static_cast<size_t>(std::bit_width(static_cast<uint64_t>(local_lanes))));
+}
+
+Tensor LaneSum::take_buffer() {
+  if (free_.empty()) return empty(device_, DType::kF32, shape_, "lane sum");
+  Tensor buffer = free_.back();
+  free_.pop_back();
+  return buffer;
+}
+
+Tensor LaneSum::begin_lane(Stream& stream) {
+  if (subtrees_.back().defined()) free_.push_back(std::exchange(subtrees_.back(), Tensor()));
+  current_ = take_buffer();
+  fill(stream, current_, 0.0f);
+  return current_;
+}
+
+void LaneSum::end_lane(Stream& stream) {
+  Tensor sum = std::exchange(current_, Tensor());
+  size_t level = 0;
+  for (; subtrees_[level].defined(); ++level) {
+    Tensor left = std::exchange(subtrees_[level], Tensor());
+    add(stream, left, sum, left);
+    free_.push_back(std::exchange(sum, left));
+  }
+  subtrees_[level] = sum;
+}
+
+std::unique_ptr<Work> LaneSum::finish(Stream& stream, Tensor* sum) {
+  require(subtrees_.back().defined(), "finish was called before ", local_lanes_, " lanes were summed");
+  *sum = subtrees_.back();
+  return group_.all_reduce(*sum, ReduceOp::kSum, stream);
+}
+
+}  // namespace polyreme

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <vector>
+
+#include "comm/communicator.h"
+#include "tensor/tensor.h"
+
+namespace polyreme {
+
+// Lanes say where a sum may be cut; ranks only say who computes it. A sum over an axis with
+// `lanes` lanes is the balanced binary tree over the lanes' partial sums. A rank owns a block of
+// neighbouring lanes, which is a subtree, so the tree over ranks continues it and the bits are the
+// same for every size of the axis. Every sum that some layout cuts goes through here.
+//
+// Throws InvalidArgument unless lanes == axis_size, or lanes is a power of two that axis_size divides.
+void check_lanes(const std::string& axis, int64_t lanes, int64_t axis_size);
+
+// Forms the sum of one rank's lanes and then of all ranks. Partial sums of finished subtrees are
+// merged as soon as both halves are there (a binary counter), so at most log2(lanes) + 1 buffers live.
+class LaneSum {
+ public:
+  // Sums of `shape`, fp32. `group` must outlive this object.
+  LaneSum(Device& device, const Shape& shape, int64_t local_lanes, Communicator& group);
+
+  // A zeroed buffer for the next lane's partial sum. Lanes come in ascending order.
+  Tensor begin_lane(Stream& stream);
+  void end_lane(Stream& stream);
+  // After local_lanes lanes: the sum over all lanes of all ranks, the same on every rank. Valid
+  // until the next begin_lane. The caller must wait_on the returned work before it reads `sum`.
+  std::unique_ptr<Work> finish(Stream& stream, Tensor* sum);
+
+ private:
+  Tensor take_buffer();
+
+  Device& device_;
+  Shape shape_;
+  int64_t local_lanes_;
+  Communicator& group_;
+  std::vector<Tensor> free_;
+  std::vector<Tensor> subtrees_;  // [level]: a finished sum of 2^level lanes, or undefined
+  Tensor current_;
+};
+
+}  // namespace polyreme

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/store.h"
+#include "device/cpu/cpu_device.h"
+
+namespace polyreme {
+
+// Who this process is and how it finds the others. Python reads the launcher's environment.
+struct WorldOptions {
+  int rank = 0;
+  int size = 1;
+  std::string master_addr = "127.0.0.1";
+  int master_port = 0;
+  int store_fd = -1;   // rank 0: a listening socket to adopt instead of binding master_port
+  std::string secret;  // shared by the ranks of the job
+  std::string job_id;  // names the job's shared memory
+  std::chrono::milliseconds init_timeout{std::chrono::minutes(5)};
+  std::chrono::milliseconds timeout{std::chrono::minutes(10)};
+  CpuDeviceOptions device;
+};
+
+// This rank, its device, and the group of all ranks. Single owner; outlives meshes and engines.
+class World {
+ public:
+  World(std::unique_ptr<Store> store, std::unique_ptr<Device> device, std::unique_ptr<Communicator> communicator)
+      : store_(std::move(store)), device_(std::move(device)), communicator_(std::move(communicator)) {}
+
+  int rank() const { return communicator_->rank(); }
+  int size() const { return communicator_->size(); }
+  Device& device() const { return *device_; }
+  Communicator& communicator() const { return *communicator_; }
+
+ private:
+  std::unique_ptr<Store> store_;  // rank 0 serves it until the world ends
+  std::unique_ptr<Device> device_;
+  std::unique_ptr<Communicator> communicator_;
+};
+
+// Meets the other ranks of this host; all agree on the lowest common instruction-set level. Blocks up
+// to init_timeout. Throws Timeout naming the missing ranks, InvalidArgument for contradicting ones.
+std::unique_ptr<World> make_world(const WorldOptions& options);
+// `size` ranks as threads of this process, for tests: one World for each thread.
+std::vector<std::unique_ptr<World>> make_local_worlds(int size, const CpuDeviceOptions& device,
+                                                      std::chrono::milliseconds timeout);
+
+}  // namespace polyreme

@@ -1,0 +1,51 @@
+#pragma once
+
+#include "nn/layer.h"
+
+// Layers made of layers.
+
+namespace polyreme {
+
+// One after the other.
+class Sequential final : public Layer {
+ public:
+  explicit Sequential(std::vector<LayerPtr> layers) : layers_(std::move(layers)) {}
+  Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
+  Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
+  void backward_weight(const Context& context, Saved& saved) const override;
+  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+
+ private:
+  std::vector<LayerPtr> layers_;
+};
+
+// y = x + inner(x).
+class Residual final : public Layer {
+ public:
+  Residual(LayerPtr inner, int64_t features) : inner_(std::move(inner)), features_(features) {}
+  Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
+  Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
+  void backward_weight(const Context& context, Saved& saved) const override;
+  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+
+ private:
+  LayerPtr inner_;
+  int64_t features_;
+};
+
+// Keeps only the input and runs inner's forward again in backward: activation checkpointing (Chen
+// et al. 2016). Same bits as inner, since nothing in a forward depends on hidden state.
+class Recompute final : public Layer {
+ public:
+  Recompute(LayerPtr inner, int64_t input_features) : inner_(std::move(inner)), input_features_(input_features) {}
+  Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
+  Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
+  void backward_weight(const Context& context, Saved& saved) const override;
+  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+
+ private:
+  LayerPtr inner_;
+  int64_t input_features_;
+};
+
+}  // namespace polyreme

@@ -1,0 +1,98 @@
+#include "nn/gpt.h"
+
+#include <cmath>
+
+#include "base/error.h"
+#include "nn/compose.h"
+#include "nn/layers.h"
+
+namespace polyreme {
+namespace {
+
+void validate(const GptConfig& config) {
+  const auto positive = [](const char* name, int64_t value) {
+    require(value >= 1 && value <= (int64_t{1} << 31), "GPT: ", name, "=", value, "; expected 1 to 2^31");
+  };
+  positive("layers", config.layers);
+  positive("hidden", config.hidden);
+  positive("heads", config.heads);
+  positive("vocab", config.vocab);
+  positive("seq_len", config.seq_len);
+  require(config.mlp_hidden >= 0, "GPT: mlp_hidden=", config.mlp_hidden, "; expected 0 (4 * hidden) or more");
+  require(config.hidden % config.heads == 0, "GPT: hidden=", config.hidden, " does not divide by heads=", config.heads,
+          "; choose heads that divide hidden");
+  require(config.dropout >= 0 && config.dropout < 1, "GPT: dropout=", config.dropout, "; expected 0 <= dropout < 1");
+}
+
+template <typename... Layers>
+LayerPtr sequential(Layers... layers) {
+  std::vector<LayerPtr> list;
+  (list.push_back(std::move(layers)), ...);
+  return std::make_unique<Sequential>(std::move(list));
+}
+
+LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, int64_t index) {
+  const std::string prefix = concat("h.", index, ".");
+  const int64_t hidden = config.hidden;
+  const int64_t mlp_hidden = config.mlp_hidden > 0 ? config.mlp_hidden : 4 * hidden;
+  const double branch_std = config.init_std / std::sqrt(2.0 * static_cast<double>(config.layers));
+  const auto linear = [&](const char* name, int64_t in, int64_t out, const LinearOptions& options) {
+    return std::make_unique<Linear>(registry, prefix + name, in, out, options);
+  };
+  const auto norm = [&](const char* name) {
+    return std::make_unique<LayerNorm>(registry, prefix + name, hidden, config.layer_norm_eps);
+  };
+  // Dropout stream 0 belongs to the embedding.
+  const auto dropout = [&](int64_t branch) {
+    return std::make_unique<Dropout>(hidden, config.dropout, static_cast<uint32_t>(1 + 2 * index + branch));
+  };
+  const LinearOptions column{.init_std = config.init_std, .cut = LinearCut::kColumn};
+  LinearOptions fused_qkv = column;
+  fused_qkv.cut_blocks = 3;
+  const LinearOptions row{.init_std = branch_std, .cut = LinearCut::kRow};
+
+  // Built in order, since parameters are numbered as they are declared.
+  auto norm1 = norm("ln_1");
+  auto qkv = linear("attn.qkv", hidden, 3 * hidden, fused_qkv);
+  auto attention_out = linear("attn.proj", hidden, hidden, row);
+  auto norm2 = norm("ln_2");
+  auto up = linear("mlp.fc", hidden, mlp_hidden, column);
+  auto down = linear("mlp.proj", mlp_hidden, hidden, row);
+
+  LayerPtr attention =
+      sequential(std::move(norm1), std::move(qkv), std::make_unique<CausalAttention>(hidden, config.heads),
+                 std::move(attention_out), dropout(0));
+  LayerPtr mlp = sequential(std::move(norm2), std::move(up), std::make_unique<Gelu>(mlp_hidden), std::move(down),
+                            dropout(1));
+  LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden),
+                              std::make_unique<Residual>(std::move(mlp), hidden));
+  if (config.recompute) block = std::make_unique<Recompute>(std::move(block), hidden);
+  return block;
+}
+
+}  // namespace
+
+Cost Model::cost(int64_t num_samples, int64_t seq_len) const {
+  Cost total;
+  for (const LayerPtr& layer : layers) total += layer->cost(num_samples, seq_len);
+  return total;
+}
+
+Model build_gpt(const GptConfig& config) {
+  validate(config);
+  Model model;
+  model.vocab = config.vocab;
+  model.max_seq_len = config.seq_len;
+  auto embedding =
+      std::make_unique<Embedding>(model.registry, config.vocab, config.seq_len, config.hidden, config.init_std);
+  model.layers.push_back(sequential(std::move(embedding), std::make_unique<Dropout>(config.hidden, config.dropout, 0)));
+  for (int64_t i = 0; i < config.layers; ++i) model.layers.push_back(build_block(model.registry, config, i));
+  model.layers.push_back(std::make_unique<LayerNorm>(model.registry, "ln_f", config.hidden, config.layer_norm_eps));
+  LinearOptions head{.bias = false, .init_std = config.init_std, .cut = LinearCut::kColumn};
+  if (config.tied) head.tied_to = "wte.weight";
+  model.layers.push_back(std::make_unique<Linear>(model.registry, "lm_head", config.hidden, config.vocab, head));
+  model.layers.push_back(std::make_unique<CrossEntropy>(config.vocab));
+  return model;
+}
+
+}  // namespace polyreme

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "nn/param_registry.h"
+#include "tensor/tensor.h"
+
+namespace polyreme {
+
+// Some samples of a lane, in order. tokens, targets: int32 [num_samples, seq_len].
+struct MicroBatch {
+  Tensor tokens;
+  Tensor targets;            // undefined for inference
+  int64_t first_sample = 0;  // position of the first sample in the global batch
+
+  int64_t num_samples() const { return tokens.size(0); }
+  int64_t seq_len() const { return tokens.size(1); }
+};
+
+// Where the weights and gradients of a rank live.
+class ParamStorage {
+ public:
+  virtual ~ParamStorage() = default;
+  virtual Tensor weight(const ParamUse& use) const = 0;
+  // The accumulator of this use for the current lane; backward_weight adds to it.
+  virtual Tensor grad(const ParamUse& use) const = 0;
+};
+
+// What a layer needs besides its input.
+struct Context {
+  Stream& stream;
+  const ParamStorage& params;
+  MicroBatch batch;
+  bool training = false;
+  uint64_t seed = 0;        // dropout: with step and the element's global index, the whole state
+  uint32_t step = 0;
+  float loss_scale = 1.0f;  // 1 / valid tokens of the global batch
+};
+
+// What forward keeps for backward: tensors in an order that only the layer knows, and those of its parts.
+struct Saved {
+  std::vector<Tensor> tensors;
+  std::vector<Saved> children;
+};
+
+// The work of one micro-batch of `num_samples` x `seq_len` tokens. The one description of cost:
+// planner, simulator, MFU and memory report read it.
+struct Cost {
+  double forward_flops = 0;  // a fused multiply-add counts 2
+  double backward_input_flops = 0;
+  double backward_weight_flops = 0;
+  int64_t bytes_moved = 0;  // forward; read and written by operations, caches ignored
+  int64_t parameter_bytes = 0;
+  int64_t saved_bytes = 0;  // kept from forward to backward
+  int64_t comm_bytes = 0;   // sent by a rank, forward
+
+  Cost& operator+=(const Cost& other);
+  double total_flops() const { return forward_flops + backward_input_flops + backward_weight_flops; }
+};
+
+// A differentiable function of activations [rows, features], one token a row. Layers hold
+// no tensors, so one object serves any number of micro-batches in flight.
+class Layer {
+ public:
+  virtual ~Layer() = default;
+  // `saved` is null where no backward follows. The result may share memory with x.
+  virtual Tensor forward(const Context& context, const Tensor& x, Saved* saved) const = 0;
+  // d(loss)/d(input) from d(loss)/d(output); undefined where the input has no gradient. Keeps in
+  // `saved` what backward_weight needs.
+  virtual Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const = 0;
+  // Adds to the gradients of the layer's parameters, one chain over tokens. After backward_input;
+  // per lane in ascending order of micro-batches.
+  virtual void backward_weight(const Context& context, Saved& saved) const;
+  virtual Cost cost(int64_t num_samples, int64_t seq_len) const = 0;
+};
+
+using LayerPtr = std::unique_ptr<Layer>;
+
+}  // namespace polyreme

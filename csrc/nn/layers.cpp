@@ -1,0 +1,253 @@
+#include "nn/layers.h"
+
+#include "ops/ops.h"
+
+namespace polyreme {
+namespace {
+
+constexpr int64_t kElementBytes = 4;
+
+Tensor new_activation(const Context& context, const Shape& shape, const char* label) {
+  return empty(context.stream.device(), DType::kF32, shape, label);
+}
+
+ParamSpec spec_of(const std::string& name, Shape shape, ParamInit init) {
+  ParamSpec spec;
+  spec.name = name;
+  spec.shape = shape;
+  spec.weight_decay = shape.size() >= 2;
+  spec.init = init;
+  return spec;
+}
+
+}  // namespace
+
+// ---- Embedding ----
+
+Embedding::Embedding(ParamRegistry& registry, int64_t vocab, int64_t max_seq_len, int64_t features, double init_std)
+    : features_(features), parameters_((vocab + max_seq_len) * features) {
+  const ParamInit init{ParamInit::Kind::kNormal, init_std};
+  ParamSpec tokens = spec_of("wte.weight", {vocab, features}, init);
+  tokens.cuts = {{.dim = 0, .axis = "tp"}};
+  tokens_ = registry.declare(std::move(tokens));
+  positions_ = registry.declare(spec_of("wpe.weight", {max_seq_len, features}, init));
+}
+
+Tensor Embedding::forward(const Context& context, const Tensor&, Saved*) const {
+  const MicroBatch& batch = context.batch;
+  const Tensor out = new_activation(context, {batch.num_samples(), batch.seq_len(), features_}, "embedding");
+  embedding_forward(context.stream, batch.tokens, context.params.weight(tokens_), context.params.weight(positions_),
+                    out);
+  return out.view({batch.num_samples() * batch.seq_len(), features_});
+}
+
+Tensor Embedding::backward_input(const Context&, const Tensor& dy, Saved& saved) const {
+  saved.tensors = {dy};
+  return {};
+}
+
+void Embedding::backward_weight(const Context& context, Saved& saved) const {
+  const MicroBatch& batch = context.batch;
+  embedding_backward(context.stream, batch.tokens,
+                     saved.tensors[0].view({batch.num_samples(), batch.seq_len(), features_}),
+                     context.params.grad(tokens_), context.params.grad(positions_));
+}
+
+Cost Embedding::cost(int64_t num_samples, int64_t seq_len) const {
+  const int64_t elements = num_samples * seq_len * features_;
+  return {.bytes_moved = 3 * kElementBytes * elements, .parameter_bytes = kElementBytes * parameters_};
+}
+
+// ---- Linear ----
+
+Linear::Linear(ParamRegistry& registry, const std::string& name, int64_t in, int64_t out, const LinearOptions& options)
+    : in_(in), out_(out), bias_(options.bias), owns_weight_(options.tied_to.empty()) {
+  std::vector<Cut> weight_cuts, bias_cuts;
+  if (options.cut == LinearCut::kColumn) {
+    weight_cuts = {{.dim = 0, .axis = "tp", .blocks = options.cut_blocks}};
+    bias_cuts = weight_cuts;
+  } else if (options.cut == LinearCut::kRow) {
+    weight_cuts = {{.dim = 1, .axis = "tp", .blocks = options.cut_blocks}};
+  }
+  if (owns_weight_) {
+    ParamSpec weight = spec_of(name + ".weight", {out, in}, {ParamInit::Kind::kNormal, options.init_std});
+    weight.cuts = weight_cuts;
+    weight_ = registry.declare(std::move(weight));
+  } else {
+    weight_ = registry.declare_use(options.tied_to);
+    const Shape& shape = registry.specs()[static_cast<size_t>(weight_.param)].shape;
+    require(shape == Shape{out, in}, "layer '", name, "' needs a weight of ", Shape{out, in}.to_string(), ", but '",
+            options.tied_to, "' has ", shape.to_string());
+  }
+  if (bias_) {
+    ParamSpec bias = spec_of(name + ".bias", {out}, {});
+    bias.cuts = bias_cuts;
+    bias_use_ = registry.declare(std::move(bias));
+  }
+}
+
+Tensor Linear::forward(const Context& context, const Tensor& x, Saved* saved) const {
+  if (saved) saved->tensors = {x};
+  const Tensor y = new_activation(context, {x.size(0), out_}, "linear");
+  gemm(context.stream, x, context.params.weight(weight_).transpose(0, 1), y, /*accumulate=*/false,
+       bias_ ? context.params.weight(bias_use_) : Tensor());
+  return y;
+}
+
+Tensor Linear::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
+  saved.tensors.push_back(dy);
+  const Tensor dx = new_activation(context, {dy.size(0), in_}, "linear grad");
+  gemm(context.stream, dy, context.params.weight(weight_), dx, /*accumulate=*/false);
+  return dx;
+}
+
+void Linear::backward_weight(const Context& context, Saved& saved) const {
+  const Tensor& x = saved.tensors[0];
+  const Tensor& dy = saved.tensors[1];
+  gemm(context.stream, dy.transpose(0, 1), x, context.params.grad(weight_), /*accumulate=*/true);
+  if (bias_) accumulate_rows(context.stream, dy, context.params.grad(bias_use_));
+}
+
+Cost Linear::cost(int64_t num_samples, int64_t seq_len) const {
+  const int64_t rows = num_samples * seq_len;
+  const double flops = 2.0 * static_cast<double>(rows) * static_cast<double>(in_) * static_cast<double>(out_);
+  return {.forward_flops = flops,
+          .backward_input_flops = flops,
+          .backward_weight_flops = flops,
+          .bytes_moved = kElementBytes * (rows * (in_ + out_) + in_ * out_),
+          .parameter_bytes = kElementBytes * ((owns_weight_ ? in_ * out_ : 0) + (bias_ ? out_ : 0)),
+          .saved_bytes = kElementBytes * rows * in_};
+}
+
+// ---- LayerNorm ----
+
+LayerNorm::LayerNorm(ParamRegistry& registry, const std::string& name, int64_t features, float eps)
+    : features_(features), eps_(eps) {
+  ParamSpec gamma = spec_of(name + ".weight", {features}, {ParamInit::Kind::kOnes});
+  ParamSpec beta = spec_of(name + ".bias", {features}, {});
+  // Under sequence parallelism a rank of tp sees only its share of the tokens.
+  for (ParamSpec* spec : {&gamma, &beta}) spec->grad_reductions.push_back({"tp", GradReduction::kLaneSum});
+  gamma_ = registry.declare(std::move(gamma));
+  beta_ = registry.declare(std::move(beta));
+}
+
+Tensor LayerNorm::forward(const Context& context, const Tensor& x, Saved* saved) const {
+  const Tensor y = new_activation(context, x.shape(), "layer_norm");
+  const Tensor mean = new_activation(context, {x.size(0)}, "layer_norm mean");
+  const Tensor rstd = new_activation(context, {x.size(0)}, "layer_norm rstd");
+  layer_norm_forward(context.stream, x, context.params.weight(gamma_), context.params.weight(beta_), eps_, y, mean,
+                     rstd);
+  if (saved) saved->tensors = {x, mean, rstd};
+  return y;
+}
+
+Tensor LayerNorm::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
+  const Tensor dx = new_activation(context, dy.shape(), "layer_norm grad");
+  layer_norm_backward_input(context.stream, dy, saved.tensors[0], context.params.weight(gamma_), saved.tensors[1],
+                            saved.tensors[2], dx);
+  saved.tensors.push_back(dy);
+  return dx;
+}
+
+void LayerNorm::backward_weight(const Context& context, Saved& saved) const {
+  layer_norm_backward_weight(context.stream, saved.tensors[3], saved.tensors[0], saved.tensors[1], saved.tensors[2],
+                             context.params.grad(gamma_), context.params.grad(beta_));
+}
+
+Cost LayerNorm::cost(int64_t num_samples, int64_t seq_len) const {
+  const int64_t rows = num_samples * seq_len;
+  return {.bytes_moved = 2 * kElementBytes * rows * features_,
+          .parameter_bytes = 2 * kElementBytes * features_,
+          .saved_bytes = kElementBytes * rows * (features_ + 2)};
+}
+
+// ---- CausalAttention ----
+
+Tensor CausalAttention::forward(const Context& context, const Tensor& x, Saved* saved) const {
+  const int64_t samples = context.batch.num_samples(), seq = context.batch.seq_len();
+  const Tensor qkv = x.view({samples, seq, 3, heads_, features_ / heads_});
+  const Tensor out = new_activation(context, {samples, seq, heads_, features_ / heads_}, "attention");
+  const Tensor log_sum_exp = new_activation(context, {samples, heads_, seq}, "attention log_sum_exp");
+  attention_forward(context.stream, qkv, out, log_sum_exp);
+  if (saved) saved->tensors = {qkv, out, log_sum_exp};
+  return out.view({samples * seq, features_});
+}
+
+Tensor CausalAttention::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
+  const Tensor& qkv = saved.tensors[0];
+  const Tensor& out = saved.tensors[1];
+  const Tensor dqkv = new_activation(context, qkv.shape(), "attention grad");
+  attention_backward(context.stream, qkv, out, saved.tensors[2], dy.view(out.shape()), dqkv);
+  return dqkv.view({dy.size(0), 3 * features_});
+}
+
+Cost CausalAttention::cost(int64_t num_samples, int64_t seq_len) const {
+  const int64_t rows = num_samples * seq_len;
+  // Two products over the causal half of the scores; five in backward, one of them a recompute.
+  const double product = static_cast<double>(rows) * static_cast<double>(seq_len) * static_cast<double>(features_);
+  return {.forward_flops = 2 * product,
+          .backward_input_flops = 5 * product,
+          .bytes_moved = kElementBytes * 4 * rows * features_,
+          .saved_bytes = kElementBytes * rows * (4 * features_ + heads_)};
+}
+
+// ---- Gelu ----
+
+Tensor Gelu::forward(const Context& context, const Tensor& x, Saved* saved) const {
+  if (saved) saved->tensors = {x};
+  const Tensor y = new_activation(context, x.shape(), "gelu");
+  gelu_forward(context.stream, x, y);
+  return y;
+}
+
+Tensor Gelu::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
+  const Tensor dx = new_activation(context, dy.shape(), "gelu grad");
+  gelu_backward(context.stream, saved.tensors[0], dy, dx);
+  return dx;
+}
+
+Cost Gelu::cost(int64_t num_samples, int64_t seq_len) const {
+  const int64_t bytes = kElementBytes * num_samples * seq_len * features_;
+  return {.bytes_moved = 2 * bytes, .saved_bytes = bytes};
+}
+
+// ---- Dropout ----
+
+Tensor Dropout::apply(const Context& context, const Tensor& x) const {
+  if (p_ == 0 || !context.training) return x;
+  const Tensor y = new_activation(context, x.shape(), "dropout");
+  const RandomKey key{context.seed, RandomPurpose::kDropout, stream_, context.step};
+  dropout(context.stream, x, y, p_, key, context.batch.first_sample * context.batch.seq_len() * features_);
+  return y;
+}
+
+Tensor Dropout::forward(const Context& context, const Tensor& x, Saved*) const { return apply(context, x); }
+
+Tensor Dropout::backward_input(const Context& context, const Tensor& dy, Saved&) const { return apply(context, dy); }
+
+Cost Dropout::cost(int64_t num_samples, int64_t seq_len) const {
+  return {.bytes_moved = p_ == 0 ? 0 : 2 * kElementBytes * num_samples * seq_len * features_};
+}
+
+// ---- CrossEntropy ----
+
+Tensor CrossEntropy::forward(const Context& context, const Tensor& x, Saved* saved) const {
+  const Tensor loss = new_activation(context, {x.size(0)}, "loss");
+  const Tensor log_sum_exp = new_activation(context, {x.size(0)}, "loss log_sum_exp");
+  const Tensor targets = context.batch.targets.view({x.size(0)});
+  cross_entropy_forward(context.stream, x, targets, loss, log_sum_exp);
+  if (saved) saved->tensors = {x, targets, log_sum_exp};
+  return loss;
+}
+
+Tensor CrossEntropy::backward_input(const Context& context, const Tensor&, Saved& saved) const {
+  cross_entropy_backward(context.stream, saved.tensors[0], saved.tensors[1], saved.tensors[2], context.loss_scale);
+  return saved.tensors[0];
+}
+
+Cost CrossEntropy::cost(int64_t num_samples, int64_t seq_len) const {
+  const int64_t bytes = kElementBytes * num_samples * seq_len * vocab_;
+  return {.bytes_moved = bytes, .saved_bytes = bytes};
+}
+
+}  // namespace polyreme

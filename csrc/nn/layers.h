@@ -1,0 +1,117 @@
+#pragma once
+
+#include <string>
+
+#include "nn/layer.h"
+
+// The primitive layers. Activations are fp32 [rows, features], rows = num_samples * seq_len.
+
+namespace polyreme {
+
+// Sum of a token and a learned position embedding; reads context.batch.tokens, not x.
+class Embedding final : public Layer {
+ public:
+  Embedding(ParamRegistry& registry, int64_t vocab, int64_t max_seq_len, int64_t features, double init_std);
+  Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
+  Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
+  void backward_weight(const Context& context, Saved& saved) const override;
+  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+
+ private:
+  int64_t features_, parameters_;
+  ParamUse tokens_, positions_;
+};
+
+// How tensor parallelism may cut a linear layer; recorded in the ParamSpecs.
+enum class LinearCut { kNone, kColumn, kRow };
+
+struct LinearOptions {
+  bool bias = true;
+  double init_std = 0.02;
+  LinearCut cut = LinearCut::kNone;
+  int64_t cut_blocks = 1;  // see Cut::blocks
+  std::string tied_to;     // use this parameter [out, in] as the weight instead of a new one
+};
+
+// y = x W^T + b with W [out, in].
+class Linear final : public Layer {
+ public:
+  Linear(ParamRegistry& registry, const std::string& name, int64_t in, int64_t out, const LinearOptions& options);
+  Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
+  Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
+  void backward_weight(const Context& context, Saved& saved) const override;
+  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+
+ private:
+  int64_t in_, out_;
+  bool bias_, owns_weight_;
+  ParamUse weight_, bias_use_;
+};
+
+class LayerNorm final : public Layer {
+ public:
+  LayerNorm(ParamRegistry& registry, const std::string& name, int64_t features, float eps);
+  Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
+  Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
+  void backward_weight(const Context& context, Saved& saved) const override;
+  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+
+ private:
+  int64_t features_;
+  float eps_;
+  ParamUse gamma_, beta_;
+};
+
+// Causal attention over heads: [rows, 3 * features] (q | k | v) to [rows, features]. No parameters.
+class CausalAttention final : public Layer {
+ public:
+  CausalAttention(int64_t features, int64_t heads) : features_(features), heads_(heads) {}
+  Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
+  Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
+  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+
+ private:
+  int64_t features_, heads_;
+};
+
+class Gelu final : public Layer {
+ public:
+  explicit Gelu(int64_t features) : features_(features) {}
+  Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
+  Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
+  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+
+ private:
+  int64_t features_;
+};
+
+// Identity outside training. `stream` tells the dropout layers of a model apart.
+class Dropout final : public Layer {
+ public:
+  Dropout(int64_t features, float p, uint32_t stream) : features_(features), p_(p), stream_(stream) {}
+  Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
+  Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
+  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+
+ private:
+  Tensor apply(const Context& context, const Tensor& x) const;
+
+  int64_t features_;
+  float p_;
+  uint32_t stream_;
+};
+
+// Logits [rows, vocab] to the loss of every token [rows]; 0 where the target is kIgnoreIndex.
+// Its backward_input takes no dy: the loss is the end. It overwrites the logits with their gradient.
+class CrossEntropy final : public Layer {
+ public:
+  explicit CrossEntropy(int64_t vocab) : vocab_(vocab) {}
+  Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
+  Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
+  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+
+ private:
+  int64_t vocab_;
+};
+
+}  // namespace polyreme

@@ -1,0 +1,34 @@
+#include "nn/param_registry.h"
+
+#include "base/error.h"
+
+namespace polyreme {
+
+int ParamRegistry::find(const std::string& name) const {
+  for (size_t i = 0; i < specs_.size(); ++i)
+    if (specs_[i].name == name) return static_cast<int>(i);
+  return -1;
+}
+
+int ParamRegistry::index(const std::string& name) const {
+  const int i = find(name);
+  require(i >= 0, "no parameter is named '", name, "'; the model has ", specs_.size(), ", from '",
+          specs_.empty() ? "" : specs_.front().name, "' to '", specs_.empty() ? "" : specs_.back().name, "'");
+  return i;
+}
+
+ParamUse ParamRegistry::declare(ParamSpec spec) {
+  require(find(spec.name) < 0, "the parameter '", spec.name, "' is declared twice");
+  if (spec.padded_shape.size() == 0) spec.padded_shape = spec.shape;
+  specs_.push_back(std::move(spec));
+  num_uses_.push_back(1);
+  return {static_cast<int>(specs_.size()) - 1, 0};
+}
+
+ParamUse ParamRegistry::declare_use(const std::string& name) {
+  const int param = index(name);
+  if (specs_[static_cast<size_t>(param)].tie_group.empty()) specs_[static_cast<size_t>(param)].tie_group = name;
+  return {param, num_uses_[static_cast<size_t>(param)]++};
+}
+
+}  // namespace polyreme

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <stdint.h>
+
+// Causal attention of one head of one sample; attention_tiles.h explains the method.
+// No inline functions here: this header is included by code of every instruction-set level.
+
+namespace polyreme::cpu {
+
+// Rows of q, k, v, dq, dk, dv are qkv_stride floats apart, rows of out and dout out_stride. No
+// alignment is needed. Each row holds head_dim floats, there are seq rows; log_sum_exp holds seq.
+struct AttentionForwardHead {
+  const float* q;
+  const float* k;
+  const float* v;
+  float* out;
+  float* log_sum_exp;
+  int64_t qkv_stride;
+  int64_t out_stride;
+  int64_t seq;
+  int64_t head_dim;
+  float scale;  // of the scores: 1 / sqrt(head_dim)
+};
+struct AttentionBackwardHead {
+  const float* q;
+  const float* k;
+  const float* v;
+  const float* out;
+  const float* log_sum_exp;
+  const float* dout;
+  float* dq;
+  float* dk;
+  float* dv;
+  int64_t qkv_stride;
+  int64_t out_stride;
+  int64_t seq;
+  int64_t head_dim;
+  float scale;
+};
+
+// `scratch` is aligned to 64 bytes and holds the number of floats that *_scratch returns.
+#define POLYREME_DECLARE_ATTENTION(isa)                                            \
+  namespace isa {                                                                  \
+  int64_t attention_forward_scratch(int64_t seq, int64_t head_dim);                \
+  int64_t attention_backward_scratch(int64_t seq, int64_t head_dim);               \
+  void attention_forward_head(const AttentionForwardHead* head, float* scratch);   \
+  void attention_backward_head(const AttentionBackwardHead* head, float* scratch); \
+  }
+POLYREME_DECLARE_ATTENTION(avx2)
+POLYREME_DECLARE_ATTENTION(avx512)
+#undef POLYREME_DECLARE_ATTENTION
+
+}  // namespace polyreme::cpu

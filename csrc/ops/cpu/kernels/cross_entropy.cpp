@@ -1,0 +1,92 @@
+#include "ops/cpu/kernels/cross_entropy.h"
+
+#include "ops/cpu/kernels/lanes.h"
+#include "ops/cpu/kernels/scalar_math.h"
+
+namespace polyreme::cpu::POLYREME_ISA {
+namespace {
+
+constexpr int kChains = 4;
+constexpr int64_t kBlock = 1024;
+
+// The maximum of a block, NaN passed over.
+POLYREME_INLINE float block_max(const float* x, int64_t n) {
+  const v16f lowest = broadcast(-__builtin_inff());
+  v16f top[kChains] = {lowest, lowest, lowest, lowest};
+  for_lanes_in_chains<kChains>(n, [&](int64_t i, auto lanes, int chain) {
+    top[chain] = max(keep(load(x + i, lanes), lowest, lanes), top[chain]);
+  });
+  return reduce_max(max(max(top[0], top[1]), max(top[2], top[3])));
+}
+
+// The sum of exp(x - shift) over a block. Meanwhile the next block comes into the cache.
+POLYREME_INLINE float block_sum_exp(const float* x, int64_t n, float shift) {
+  const v16f shifts = broadcast(shift);
+  v16f sum[kChains] = {zero(), zero(), zero(), zero()};
+  for_lanes_in_chains<kChains>(n, [&](int64_t i, auto lanes, int chain) {
+    __builtin_prefetch(x + kBlock + i);
+    sum[chain] = sum[chain] + keep(exp(load(x + i, lanes) - shifts), zero(), lanes);
+  });
+  return reduce_chains<kChains>(sum);
+}
+
+// exp of one number, with the bits that it has in a lane of a vector.
+POLYREME_INLINE float exp_lane(float x) {
+  float lanes[kLanes];
+  store(lanes, exp(broadcast(x)));
+  return lanes[0];
+}
+
+// log(sum(exp(x))), NaN where an element is NaN or +inf or all are -inf. The maximum and the sum
+// relative to it are carried from block to block (Milakov & Gimelshein 2018).
+POLYREME_INLINE double row_log_sum_exp(const float* x, int64_t n) {
+  constexpr float kLowest = -__builtin_inff();
+  float top = kLowest;
+  double sum = 0;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t count = n - begin < kBlock ? n - begin : kBlock;
+    const float block_top = block_max(x + begin, count);
+    if (block_top > top) {
+      sum *= static_cast<double>(exp_lane(top - block_top));
+      top = block_top;
+    }
+    // While all are -inf, any finite shift makes their terms 0 rather than exp(-inf + inf).
+    sum += static_cast<double>(block_sum_exp(x + begin, count, top == kLowest ? 0.0f : top));
+  }
+  return sum > 0 ? static_cast<double>(top) + log_double(sum) : __builtin_nan("");
+}
+
+POLYREME_INLINE bool is_target(int32_t target, int64_t vocab) { return target >= 0 && target < vocab; }
+
+}  // namespace
+
+void cross_entropy_forward(const CrossEntropyForward& args, int64_t first_row, int64_t end_row) {
+  for (int64_t row = first_row; row < end_row; ++row) {
+    const float* x = args.logits + row * args.vocab;
+    const double log_sum_exp = row_log_sum_exp(x, args.vocab);
+    args.log_sum_exp[row] = static_cast<float>(log_sum_exp);
+    const int32_t target = args.targets[row];
+    args.loss[row] = is_target(target, args.vocab)
+                         ? static_cast<float>(log_sum_exp - static_cast<double>(x[target]))
+                         : 0.0f;
+  }
+}
+
+void cross_entropy_backward(const CrossEntropyBackward& args, int64_t first_row, int64_t end_row) {
+  const v16f scale = broadcast(args.scale);
+  for (int64_t row = first_row; row < end_row; ++row) {
+    float* x = args.logits + row * args.vocab;
+    const int32_t target = args.targets[row];
+    if (!is_target(target, args.vocab)) {
+      for_lanes(args.vocab, [=](int64_t i, auto lanes) { store(x + i, zero(), lanes); });
+      continue;
+    }
+    const v16f shift = broadcast(args.log_sum_exp[row]);
+    const float target_probability = exp_lane(x[target] - args.log_sum_exp[row]);
+    for_lanes(args.vocab,
+              [=](int64_t i, auto lanes) { store(x + i, exp(load(x + i, lanes) - shift) * scale, lanes); });
+    x[target] = (target_probability - 1.0f) * args.scale;
+  }
+}
+
+}  // namespace polyreme::cpu::POLYREME_ISA

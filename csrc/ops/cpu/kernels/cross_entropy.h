@@ -1,0 +1,41 @@
+// Softmax cross-entropy on contiguous rows of fp32 logits.
+//
+// Forward: blocks of 1024 logits, first the maximum, then the sum of exp(logit - maximum so far) in
+// four fp32 chains of sixteen lanes and one tree; blocks are summed in double. Loss and log-sum-exp
+// are formed in double and rounded once. 4 bytes in per logit.
+// Backward: 4 bytes in, 4 out per logit.
+#pragma once
+
+#include <stdint.h>
+
+#define POLYREME_CROSS_ENTROPY_KERNELS(isa)                                                          \
+  namespace isa {                                                                                    \
+  void cross_entropy_forward(const CrossEntropyForward& args, int64_t first_row, int64_t end_row);   \
+  void cross_entropy_backward(const CrossEntropyBackward& args, int64_t first_row, int64_t end_row); \
+  }
+
+namespace polyreme::cpu {
+
+// A target outside [0, vocab) is "ignore": loss 0, gradient 0.
+struct CrossEntropyForward {
+  int64_t vocab;
+  const float* logits;     // [rows, vocab]
+  const int32_t* targets;  // [rows]
+  float* loss;             // [rows]; NaN where a logit is NaN or +inf, or all are -inf
+  float* log_sum_exp;      // [rows]
+};
+
+// logits[r, i] becomes scale * (exp(logits[r, i] - log_sum_exp[r]) - (i == target)).
+struct CrossEntropyBackward {
+  int64_t vocab;
+  float* logits;             // [rows, vocab]
+  const int32_t* targets;    // [rows]
+  const float* log_sum_exp;  // [rows]
+  float scale;
+};
+
+POLYREME_CROSS_ENTROPY_KERNELS(avx2)
+POLYREME_CROSS_ENTROPY_KERNELS(avx512)
+}  // namespace polyreme::cpu
+
+#undef POLYREME_CROSS_ENTROPY_KERNELS

@@ -1,0 +1,275 @@
+// fp32 matrix multiplication with one fixed chain over k per element of C; contract in gemm.h.
+//
+// The structure is that of Goto and van de Geijn (Anatomy of High-Performance Matrix
+// Multiplication, ACM TOMS 2008) as arranged by BLIS (Van Zee and van de Geijn, ACM TOMS 2015):
+// operands are packed into panels, a micro-kernel keeps a tile of C in registers. Two things
+// differ. First, the tile starts from C instead of being added to it, which makes the sum over all
+// blocks of k one chain. Second, the loop over blocks of k lies inside the loop over row blocks,
+// so that the part of C that is revisited for every block of k stays in a near cache.
+//
+//   panel   kTileRows rows of A or kTileCols columns of B, k-major
+//   slab    as many columns of C and B as one packed B holds
+//   block   kc steps of k, mc rows: the packed A that stays in L2
+#include "ops/cpu/kernels/gemm.h"
+
+#include "device/cpu/thread_pool.h"
+#include "ops/cpu/kernels/gemm_micro.h"
+#include "ops/cpu/kernels/gemm_pack.h"
+
+namespace polyreme::cpu::POLYREME_ISA {
+namespace {
+
+// Sized for 32-48 KiB of L1 and 512 KiB to 2 MiB of L2, which covers the machines at hand.
+#if defined(__AVX512F__)
+constexpr int64_t kDepth = 1024;               // kc
+constexpr int64_t kBlockRows = 6 * kTileRows;  // mc
+#else
+constexpr int64_t kDepth = 384;
+constexpr int64_t kBlockRows = 28 * kTileRows;
+#endif
+constexpr int64_t kDirectRows = 4 * kTileRows;
+constexpr int64_t kDepthUnit = 16;  // cuts of k keep whole registers for the transposing copy
+// Columns of a slab: the packed B (k x slab) streams from L3 once per row block.
+constexpr int64_t kSlabCols = 32 * kTileCols;
+// Longer sums are cut here (the chain continues in C), so that scratch memory stays bounded.
+constexpr int64_t kMaxK = 6144;
+constexpr int64_t kAlignFloats = 16;
+// Loads and stores of whole registers may reach past a packed operand's last panel.
+constexpr int64_t kSlackFloats = 64;
+
+int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+typedef void (*MicroKernel)(const Tile&);
+
+// Whole tiles by rows; tiles with fewer columns by registers and rows.
+struct KernelTable {
+  MicroKernel whole[kTileRows + 1];
+  MicroKernel partial[kTileVecs + 1][kTileRows + 1];
+};
+
+template <int kRows, int kVecs>
+constexpr void fill_kernels(KernelTable& table) {
+  if constexpr (kVecs == kTileVecs) table.whole[kRows] = micro_kernel<kRows, kVecs, false>;
+  table.partial[kVecs][kRows] = micro_kernel<kRows, kVecs, true>;
+  if constexpr (kRows > 1) fill_kernels<kRows - 1, kVecs>(table);
+  else if constexpr (kVecs > 1) fill_kernels<kTileRows, kVecs - 1>(table);
+}
+
+constexpr KernelTable make_kernels() {
+  KernelTable table = {};
+  fill_kernels<kTileRows, kTileVecs>(table);
+  return table;
+}
+
+constexpr KernelTable kKernels = make_kernels();
+
+MicroKernel find_kernel(int rows, int cols) {
+  if (cols == kTileCols) return kKernels.whole[rows];
+  return kKernels.partial[(cols + kWidth - 1) / kWidth][rows];
+}
+
+// The B of one slab as the micro-kernels see it: packed panels, or the matrix itself.
+struct Panels {
+  const float* data;
+  int64_t panel_stride;  // from a panel of kTileCols columns to the next
+  int64_t row_stride;    // from one k to the next
+};
+
+// C [m, n] from panels of A, a_panel_stride apart, and of B.
+void multiply_block(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_panel_stride,
+                    const Panels& panels, float* c, int64_t c_stride, bool accumulate,
+                    const float* bias) {
+  const float* b = panels.data;
+  Tile tile;
+  tile.k = k;
+  tile.b_stride = panels.row_stride;
+  tile.c_stride = c_stride;
+  tile.accumulate = accumulate;
+  for (int64_t j = 0; j < n; j += kTileCols, b += panels.panel_stride) {
+    tile.cols = static_cast<int>(smaller(n - j, kTileCols));
+    tile.b = b;
+    tile.bias = bias == nullptr ? nullptr : bias + j;
+    tile.a = a;
+    for (int64_t i = 0; i < m; i += kTileRows, tile.a += a_panel_stride) {
+      const int rows = static_cast<int>(smaller(m - i, kTileRows));
+      tile.c = c + i * c_stride + j;
+      tile.next_c = i + kTileRows < m ? tile.c + kTileRows * c_stride : c + j + kTileCols;
+      find_kernel(rows, tile.cols)(tile);
+    }
+  }
+}
+
+// k = 0: the chain is empty.
+void finish_empty_sum(const GemmArgs& g) {
+  for (int64_t i = 0; i < g.m; ++i) {
+    float* const row = g.c + i * g.c_row_stride;
+    for (int64_t j = 0; j < g.n; ++j) {
+      const float start = g.accumulate ? row[j] : 0.0f;
+      row[j] = g.bias == nullptr ? start : start + g.bias[j];
+    }
+  }
+}
+
+int64_t packed_b_floats(int64_t k, int64_t n) {
+  return round_up(round_up(n, kTileCols) * k + kSlackFloats, kAlignFloats);
+}
+
+int64_t packed_a_floats(int64_t m, int64_t k) {
+  return round_up(round_up(m, kTileRows) * k + kSlackFloats, kAlignFloats);
+}
+
+// An extent cut into the fewest parts of at most `most` units each, as equal as units allow: a short
+// last part would pay for a whole pass over the other operand.
+struct Cut {
+  int64_t extent, unit, units, parts;
+  Cut(int64_t extent_in, int64_t unit_in, int64_t most)
+      : extent(extent_in),
+        unit(unit_in),
+        units((extent_in + unit_in - 1) / unit_in),
+        parts((units * unit_in + most - 1) / most) {}
+  int64_t begin(int64_t part) const { return smaller(units * part / parts * unit, extent); }
+};
+
+void multiply_serial(const GemmArgs& g, float* packed_b, float* packed_a) {
+  const Cut sums(g.k, kDepthUnit, kMaxK), slabs(g.n, kTileCols, kSlabCols),
+      blocks(g.m, kTileRows, kBlockRows);
+  // Few rows do not repay a copy of B whose rows can be read as they are.
+  const bool direct = g.b_col_stride == 1 && g.m <= kDirectRows;
+  for (int64_t sum = 0; sum < sums.parts; ++sum) {
+    const int64_t k0 = sums.begin(sum), k = sums.begin(sum + 1) - k0;
+    const Cut depths(k, kDepthUnit, kDepth);
+    for (int64_t slab = 0; slab < slabs.parts; ++slab) {
+      const int64_t j = slabs.begin(slab), cols = slabs.begin(slab + 1) - j;
+      const float* const b = g.b + j * g.b_col_stride + k0 * g.b_row_stride;
+      Panels panels = {b, kTileCols, g.b_row_stride};
+      if (!direct) {
+        pack<kTileCols>(b, g.b_col_stride, g.b_row_stride, cols, k, packed_b, k * kTileCols);
+        panels = {packed_b, k * kTileCols, kTileCols};
+      }
+      for (int64_t block = 0; block < blocks.parts; ++block) {
+        const int64_t i = blocks.begin(block), rows = blocks.begin(block + 1) - i;
+        for (int64_t step = 0; step < depths.parts; ++step) {
+          const int64_t p = depths.begin(step), depth = depths.begin(step + 1) - p;
+          pack<kTileRows>(g.a + i * g.a_row_stride + (k0 + p) * g.a_col_stride, g.a_row_stride,
+                          g.a_col_stride, rows, depth, packed_a, depth * kTileRows);
+          const Panels part = {panels.data + p * panels.row_stride, panels.panel_stride,
+                               panels.row_stride};
+          multiply_block(rows, cols, depth, packed_a, depth * kTileRows, part,
+                         g.c + i * g.c_row_stride + j, g.c_row_stride, g.accumulate || k0 + p > 0,
+                         g.bias != nullptr && k0 + p + depth == g.k ? g.bias + j : nullptr);
+        }
+      }
+    }
+  }
+}
+
+// How the threads share C: a grid of row parts by column parts.
+struct Partition {
+  const GemmArgs* args;
+  ThreadPool* pool;
+  int64_t rows, cols;  // of a part
+  int64_t grid_cols;
+};
+
+void run_part(void* context, int64_t task, int thread) {
+  const Partition& part = *static_cast<const Partition*>(context);
+  GemmArgs g = *part.args;
+  const int64_t i = task / part.grid_cols * part.rows;
+  const int64_t j = task % part.grid_cols * part.cols;
+  if (i >= g.m || j >= g.n) return;
+  g.m = smaller(part.rows, g.m - i);
+  g.n = smaller(part.cols, g.n - j);
+  g.a += i * g.a_row_stride;
+  g.b += j * g.b_col_stride;
+  g.c += i * g.c_row_stride + j;
+  if (g.bias != nullptr) g.bias += j;
+  const size_t bytes = static_cast<size_t>(gemm_f32_scratch_bytes(g.m, g.n, g.k));
+  gemm_f32_serial(g, part.pool->scratch(thread, bytes));
+}
+
+}  // namespace
+
+int64_t gemm_panel_rows() { return kTileRows; }
+int64_t gemm_panel_cols() { return kTileCols; }
+
+int64_t gemm_packed_a_bytes(int64_t m, int64_t k) {
+  return packed_a_floats(m, k) * static_cast<int64_t>(sizeof(float));
+}
+
+int64_t gemm_packed_b_bytes(int64_t k, int64_t n) {
+  return packed_b_floats(k, n) * static_cast<int64_t>(sizeof(float));
+}
+
+void gemm_pack_a(const GemmArgs& g, float* packed) {
+  pack<kTileRows>(g.a, g.a_row_stride, g.a_col_stride, g.m, g.k, packed, g.k * kTileRows);
+}
+
+void gemm_pack_b(const GemmArgs& g, float* packed) {
+  pack<kTileCols>(g.b, g.b_col_stride, g.b_row_stride, g.n, g.k, packed, g.k * kTileCols);
+}
+
+void gemm_f32_packed(const GemmArgs& g, const float* packed_a, const float* packed_b) {
+  if (g.k == 0) {
+    finish_empty_sum(g);
+    return;
+  }
+  const Cut blocks(g.m, kTileRows, kBlockRows), depths(g.k, kDepthUnit, kDepth);
+  for (int64_t block = 0; block < blocks.parts; ++block) {
+    const int64_t i = blocks.begin(block), rows = blocks.begin(block + 1) - i;
+    for (int64_t step = 0; step < depths.parts; ++step) {
+      const int64_t p = depths.begin(step), depth = depths.begin(step + 1) - p;
+      const Panels panels = {packed_b + p * kTileCols, g.k * kTileCols, kTileCols};
+      multiply_block(rows, g.n, depth, packed_a + i * g.k + p * kTileRows, g.k * kTileRows, panels,
+                     g.c + i * g.c_row_stride, g.c_row_stride, g.accumulate || p > 0,
+                     p + depth == g.k ? g.bias : nullptr);
+    }
+  }
+}
+
+int64_t gemm_f32_scratch_bytes(int64_t m, int64_t n, int64_t k) {
+  const int64_t floats = packed_a_floats(smaller(m, kBlockRows), smaller(k, kDepth)) +
+                         packed_b_floats(smaller(k, kMaxK), smaller(n, kSlabCols));
+  return floats * static_cast<int64_t>(sizeof(float));
+}
+
+void gemm_f32_serial(const GemmArgs& g, void* scratch) {
+  if (g.m <= 0 || g.n <= 0) return;
+  if (g.k == 0) {
+    finish_empty_sum(g);
+    return;
+  }
+  float* const packed_b = static_cast<float*>(scratch);
+  multiply_serial(g, packed_b,
+                  packed_b + packed_b_floats(smaller(g.k, kMaxK), smaller(g.n, kSlabCols)));
+}
+
+void gemm_f32(const GemmArgs& g, ThreadPool& pool) {
+  if (g.m <= 0 || g.n <= 0) return;
+  const int64_t threads = pool.num_threads();
+  // Below about 50 us of work waking a thread costs more than it brings.
+  const double work = static_cast<double>(g.m) * static_cast<double>(g.n) *
+                      static_cast<double>(g.k);
+  Partition part = {&g, &pool, g.m, g.n, 1};
+  int64_t grid_rows = 1;
+  if (threads > 1 && work > 2.0e6) {
+    // The grid with the least time: the largest part, plus what packing its operands costs.
+    double best = 1.0e300;
+    for (int64_t r = 1; r <= threads; ++r) {
+      const int64_t c = threads / r;
+      const int64_t rows = round_up((g.m + r - 1) / r, kTileRows);
+      const int64_t cols = round_up((g.n + c - 1) / c, kTileCols);
+      const double cost = static_cast<double>(rows) * static_cast<double>(cols) +
+                          16.0 * static_cast<double>(rows + cols);
+      if (cost < best) {
+        best = cost;
+        grid_rows = r;
+        part.rows = rows;
+        part.cols = cols;
+        part.grid_cols = c;
+      }
+    }
+  }
+  pool.run(grid_rows * part.grid_cols, run_part, &part);
+}
+
+}  // namespace polyreme::cpu::POLYREME_ISA

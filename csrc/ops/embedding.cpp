@@ -1,0 +1,99 @@
+#include "ops/check.h"
+#include "ops/cpu/enqueue.h"
+#include "ops/cpu/kernels/elementwise.h"
+#include "ops/cpu/ranges.h"
+#include "ops/ops.h"
+
+namespace polyreme {
+namespace {
+
+struct Sizes {
+  int64_t batch, seq, cols, vocab;
+};
+
+// Shapes of the four tensors, which forward and backward share.
+Sizes check_embedding(const char* op, const Tensor& tokens, const Tensor& token_rows,
+                      const char* token_rows_name, const Tensor& position_rows,
+                      const char* position_rows_name, const Tensor& activations,
+                      const char* activations_name) {
+  check_rows({op, "tokens"}, tokens, 2, DType::kI32);
+  check_rows({op, token_rows_name}, token_rows);
+  check_rows({op, position_rows_name}, position_rows);
+  const Sizes sizes = {tokens.size(0), tokens.size(1), token_rows.size(1), token_rows.size(0)};
+  require(position_rows.size(0) >= sizes.seq && position_rows.size(1) == sizes.cols, op, ": ",
+          position_rows_name, ": expected at least ", sizes.seq, " rows of ", sizes.cols, " columns, got [",
+          position_rows.size(0), ", ", position_rows.size(1), "]");
+  check_dense({op, activations_name}, activations, {sizes.batch, sizes.seq, sizes.cols});
+  return sizes;
+}
+
+// Throws before anything was written: a token outside the table would be a write outside its memory.
+void check_tokens(const char* op, const int32_t* tokens, const Sizes& sizes) {
+  for (int64_t i = 0; i < sizes.batch * sizes.seq; ++i)
+    require(tokens[i] >= 0 && tokens[i] < sizes.vocab, op, ": token ", i, " is ", tokens[i],
+            "; expected 0 to ", sizes.vocab - 1);
+}
+
+// The rows [0, seq) of a position table are all that an operation touches.
+Tensor used_positions(const Tensor& position_rows, const Sizes& sizes) {
+  return position_rows.slice(0, 0, sizes.seq);
+}
+
+}  // namespace
+
+void embedding_forward(Stream& stream, const Tensor& tokens, const Tensor& token_table,
+                       const Tensor& position_table, const Tensor& out) {
+  constexpr const char* kOp = "embedding_forward";
+  const Sizes sizes =
+      check_embedding(kOp, tokens, token_table, "token_table", position_table, "position_table", out, "out");
+  const int32_t* const token = tokens.address<int32_t>();
+  const float* const token_rows = token_table.address<float>();
+  const float* const position_rows = position_table.address<float>();
+  float* const out_rows = out.address<float>();
+  as_cpu(stream).enqueue(
+      {kOp, OpKind::kEmbedding},
+      {reads(tokens), reads(token_table), reads(used_positions(position_table, sizes)), writes(out)},
+      [=](const CpuContext& context) {
+        check_tokens(kOp, token, sizes);
+        const auto kernel = pick(context.isa, cpu::avx2::add, cpu::avx512::add);
+        const int64_t cols = sizes.cols;
+        for_row_ranges(context.pool, sizes.batch * sizes.seq, cols, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i)
+            kernel(token_rows + token[i] * cols, position_rows + i % sizes.seq * cols, out_rows + i * cols,
+                   cols);
+        });
+      });
+}
+
+void embedding_backward(Stream& stream, const Tensor& tokens, const Tensor& dout, const Tensor& token_grad,
+                        const Tensor& position_grad) {
+  constexpr const char* kOp = "embedding_backward";
+  const Sizes sizes =
+      check_embedding(kOp, tokens, token_grad, "token_grad", position_grad, "position_grad", dout, "dout");
+  check_apart({kOp, "position_grad"}, position_grad, token_grad);
+  const int32_t* const token = tokens.address<int32_t>();
+  const float* const dout_rows = dout.address<float>();
+  float* const token_rows = token_grad.address<float>();
+  float* const position_rows = position_grad.address<float>();
+  const Tensor positions = used_positions(position_grad, sizes);
+  as_cpu(stream).enqueue({kOp, OpKind::kEmbedding},
+                         {reads(tokens), reads(dout), reads(token_grad), writes(token_grad), reads(positions),
+                          writes(positions)},
+                         [=](const CpuContext& context) {
+                           check_tokens(kOp, token, sizes);
+                           const auto kernel = pick(context.isa, cpu::avx2::add, cpu::avx512::add);
+                           // Threads share the columns, so that every row sees the tokens in order.
+                           const int64_t cols = sizes.cols;
+                           for_column_ranges(context.pool, cols, [&](int64_t begin, int64_t end) {
+                             for (int64_t i = 0; i < sizes.batch * sizes.seq; ++i) {
+                               const float* from = dout_rows + i * cols + begin;
+                               float* token_row = token_rows + token[i] * cols + begin;
+                               float* position_row = position_rows + i % sizes.seq * cols + begin;
+                               kernel(token_row, from, token_row, end - begin);
+                               kernel(position_row, from, position_row, end - begin);
+                             }
+                           });
+                         });
+}
+
+}  // namespace polyreme

@@ -1,0 +1,65 @@
+#include "ops/cpu/kernels/gemm.h"
+#include "ops/check.h"
+#include "ops/cpu/enqueue.h"
+#include "ops/ops.h"
+
+namespace polyreme {
+namespace {
+
+// A matrix whose rows or columns are contiguous, so that the kernel can pack it with vector loads.
+void check_operand(ArgName name, const Tensor& matrix) {
+  const bool fits = matrix.defined() && matrix.dtype() == DType::kF32 && matrix.dims() == 2 &&
+                    (matrix.stride(0) == 1 || matrix.stride(1) == 1);
+  if (!fits) [[unlikely]]
+    throw InvalidArgument(concat(name.op, ": ", name.argument,
+                                 ": expected a float32 matrix with one stride of 1, got ",
+                                 matrix.defined() ? matrix.to_string() : "an undefined tensor",
+                                 matrix.defined() ? " with strides " + matrix.strides().to_string() : ""));
+}
+
+}  // namespace
+
+void gemm(Stream& stream, const Tensor& a, const Tensor& b, const Tensor& c, bool accumulate,
+          const Tensor& bias) {
+  check_operand({"gemm", "a"}, a);
+  check_operand({"gemm", "b"}, b);
+  check_operand({"gemm", "c"}, c);
+  const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
+  if (b.size(0) != k || c.size(0) != m || c.size(1) != n) [[unlikely]]
+    throw InvalidArgument(concat("gemm: expected a[m,k] x b[k,n] = c[m,n], got a ", a.to_string(), ", b ",
+                                 b.to_string(), ", c ", c.to_string()));
+  // A row of its own may have any distance to the next one, but must be contiguous.
+  if ((n > 1 && c.stride(1) != 1) || (m > 1 && c.stride(0) < n)) [[unlikely]]
+    throw InvalidArgument(concat("gemm: c: expected contiguous rows, got ", c.to_string(), " with strides ",
+                                 c.strides().to_string()));
+  check_apart({"gemm", "c"}, c, a);
+  check_apart({"gemm", "c"}, c, b);
+  std::vector<Access> accesses = {reads(a), reads(b), writes(c)};
+  if (bias.defined()) {
+    check_dense({"gemm", "bias"}, bias, {n});
+    check_apart({"gemm", "c"}, c, bias);
+    accesses.push_back(reads(bias));
+  }
+
+  cpu::GemmArgs args{};
+  args.m = m;
+  args.n = n;
+  args.k = k;
+  args.a = a.address<float>();
+  args.a_row_stride = a.stride(0);
+  args.a_col_stride = a.stride(1);
+  args.b = b.address<float>();
+  args.b_row_stride = b.stride(0);
+  args.b_col_stride = b.stride(1);
+  args.c = c.address<float>();
+  args.c_row_stride = c.stride(0);
+  args.accumulate = accumulate;
+  args.bias = bias.defined() ? bias.address<float>() : nullptr;
+  const double flops = 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
+  as_cpu(stream).enqueue({"gemm", OpKind::kGemm, flops}, std::move(accesses),
+                         [args](const CpuContext& context) {
+                           pick(context.isa, cpu::avx2::gemm_f32, cpu::avx512::gemm_f32)(args, context.pool);
+                         });
+}
+
+}  // namespace polyreme

@@ -1,0 +1,57 @@
+#include <cstring>
+
+#include "ops/check.h"
+#include "ops/cpu/enqueue.h"
+#include "ops/cpu/ranges.h"
+#include "ops/ops.h"
+
+namespace polyreme {
+namespace {
+
+constexpr int64_t kCopyBytes = int64_t{1} << 20;  // one task of a copy
+
+void enqueue_copy(Stream& stream, const char* name, std::vector<Access> accesses, const void* from, void* to,
+                  int64_t bytes) {
+  as_cpu(stream).enqueue(
+      {name, OpKind::kCopy, 0, bytes}, std::move(accesses), [=](const CpuContext& context) {
+        for_ranges(context.pool, bytes, kCopyBytes, [=](int64_t begin, int64_t end) {
+          std::memcpy(static_cast<char*>(to) + begin, static_cast<const char*>(from) + begin,
+                      static_cast<size_t>(end - begin));
+        });
+      });
+}
+
+}  // namespace
+
+void fill(Stream& stream, const Tensor& out, float value) {
+  check_dense({"fill", "out"}, out);
+  float* const data = out.address<float>();
+  as_cpu(stream).enqueue(
+      {"fill", OpKind::kCopy}, {writes(out)}, [=, n = out.numel()](const CpuContext& context) {
+        for_ranges(context.pool, n, kGrain,
+                   [=](int64_t begin, int64_t end) { std::fill(data + begin, data + end, value); });
+      });
+}
+
+void copy(Stream& stream, const Tensor& from, const Tensor& to) {
+  check_dense({"copy", "from"}, from, from.dtype());
+  check_dense({"copy", "to"}, to, from.shape(), from.dtype());
+  check_apart({"copy", "to"}, to, from);
+  enqueue_copy(stream, "copy", {reads(from), writes(to)}, from.raw_address(), to.raw_address(),
+               from.size_bytes());
+}
+
+void copy_from_host(Stream& stream, const void* from, const Tensor& to) {
+  check_dense({"copy_from_host", "to"}, to, to.dtype());
+  require(from != nullptr || to.numel() == 0,
+          "copy_from_host: from: expected host memory, got a null pointer");
+  enqueue_copy(stream, "copy_from_host", {writes(to)}, from, to.raw_address(), to.size_bytes());
+}
+
+void copy_to_host(Stream& stream, const Tensor& from, void* to) {
+  check_dense({"copy_to_host", "from"}, from, from.dtype());
+  require(to != nullptr || from.numel() == 0, "copy_to_host: to: expected host memory, got a null pointer");
+  enqueue_copy(stream, "copy_to_host", {reads(from)}, from.raw_address(), to, from.size_bytes());
+}
+
+}  // namespace polyreme

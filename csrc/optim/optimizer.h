@@ -1,0 +1,37 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "optim/flat_layout.h"
+
+namespace polyreme {
+
+// Which rule, and its constants. The learning rate comes with every step.
+struct OptimizerOptions {
+  std::string rule = "adamw";  // or "sgd"
+  float beta1 = 0.9f;          // adamw
+  float beta2 = 0.999f;
+  float eps = 1e-8f;
+  float momentum = 0.0f;           // sgd
+  std::vector<float> weight_decay;  // per parameter, in order of the layout
+};
+
+// An update rule over flat buffers, with its state.
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+  // One update of `weights` in place with gradients scale[0] * `grads`; both flat. `step` counts
+  // applied updates from 1. A scale of NaN leaves weights and state as they are.
+  virtual void step(Stream& stream, const Tensor& weights, const Tensor& grads, const Tensor& scale, float lr,
+                    int64_t step) = 0;
+  // Flat state tensors by name ("exp_avg", "exp_avg_sq"; "momentum").
+  virtual std::vector<std::pair<std::string, Tensor>> state() const = 0;
+};
+
+// State starts at zero on `stream`. Throws InvalidArgument for an unknown rule or constants out of range.
+std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const FlatLayout& layout, const OptimizerOptions& options);
+
+}  // namespace polyreme

@@ -1,0 +1,88 @@
+"""Polyreme: distributed training with the same bits on any layout.
+
+Names are imported when they are first used, so `import polyreme` is quick and touches neither
+NumPy nor the C++ core.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import data, errors, lr, models, testing
+    from ._core import __version__
+    from .errors import (
+        CollectiveMismatch,
+        CommError,
+        DeviceError,
+        Error,
+        InvalidArgument,
+        NotAvailable,
+        NumericError,
+        OutOfMemory,
+        PeerLost,
+        Timeout,
+    )
+    from .gemm_rate import measure_peak_flops
+    from .generation import generate
+    from .optim import SGD, AdamW
+    from .progress import Progress
+    from .trainer import StepStats, Trainer
+    from .world import Lanes, Mesh, World, init
+
+__all__ = [
+    "SGD",
+    "AdamW",
+    "CollectiveMismatch",
+    "CommError",
+    "DeviceError",
+    "Error",
+    "InvalidArgument",
+    "Lanes",
+    "Mesh",
+    "NotAvailable",
+    "NumericError",
+    "OutOfMemory",
+    "PeerLost",
+    "Progress",
+    "StepStats",
+    "Timeout",
+    "Trainer",
+    "World",
+    "__version__",
+    "data",
+    "errors",
+    "generate",
+    "init",
+    "lr",
+    "measure_peak_flops",
+    "models",
+    "testing",
+]
+
+_MODULE_OF = {
+    **dict.fromkeys(("SGD", "AdamW"), "optim"),
+    **dict.fromkeys(("StepStats", "Trainer"), "trainer"),
+    **dict.fromkeys(("Lanes", "Mesh", "World", "init"), "world"),
+    "Progress": "progress",
+    "__version__": "_core",
+    "generate": "generation",
+    "measure_peak_flops": "gemm_rate",
+}
+_SUBMODULES = ("data", "errors", "lr", "models", "testing")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'polyreme' has no attribute {name!r}")
+    if name in _SUBMODULES:
+        return importlib.import_module(f".{name}", __name__)
+    module = importlib.import_module(f".{_MODULE_OF.get(name, 'errors')}", __name__)
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,116 @@
+"""`polyreme doctor`: what this machine and this build can do, and what the promise covers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from typing import Any
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the parser of `doctor`."""
+    parser = subparsers.add_parser("doctor", help="show what this machine and this build can do")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; returns 0 if this machine can train, 1 otherwise."""
+    report = examine()
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        print("\n".join(render(report)))
+    return 0 if report["can_train"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """Everything that `doctor` knows, as plain data."""
+    from polyreme import _core
+
+    build = _core.build_info()
+    isas = _core.supported_isas()
+    cuda = _core.probe_cuda()
+    backends = {
+        "cpu": {
+            "usable": bool(isas),
+            "text": f"levels {', '.join(isas)}; fp32 bits are equal on both" if isas else "needs AVX2 and FMA",
+        },
+        "cuda": {
+            "usable": False,
+            "text": f"{cuda['message']}; the probe is all there is yet: training on GPUs comes with a later version",
+        },
+        "shm": {"usable": True, "text": "ranks of one host"},
+        "tcp": {"usable": False, "text": "rendezvous only; ranks on several hosts come with a later version"},
+        "nccl": {"usable": False, "text": _found(build, "nccl")},
+        "mpi": {"usable": False, "text": _found(build, "mpi")},
+    }
+    return {
+        "version": build["version"],
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}, {' '.join(platform.libc_ver())}",
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "shared_memory_bytes": _free_bytes("/dev/shm"),
+        "build": build,
+        "cuda": cuda,
+        "backends": backends,
+        "can_train": bool(isas),
+        "promise": PROMISE,
+    }
+
+
+# backend, what is equal to what, where it was seen
+PROMISE = [
+    {
+        "backend": "CPU, fp32",
+        "equal": "loss, gradient norm and weights for every dp and micro-batch size with equal lanes,"
+        " any number of threads, recompute on or off, AVX2 or AVX-512",
+        "seen": "tests/python/test_same_bits.py, threads and processes, on AVX2 and AVX-512",
+    },
+    {"backend": "CUDA", "equal": "nothing yet: no training on GPUs", "seen": "-"},
+]
+
+
+def _found(build: dict[str, str], name: str) -> str:
+    version = build[f"{name}_version"]
+    if not version:
+        return f"not found by the build: {build[f'{name}_absent']}"
+    return f"{version} found by the build; its transport comes with a later version"
+
+
+def _free_bytes(path: str) -> int | None:
+    try:
+        stats = os.statvfs(path)
+    except OSError:
+        return None
+    return stats.f_bavail * stats.f_frsize
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
+
+
+def render(report: dict[str, Any]) -> list[str]:
+    """The report as lines for people."""
+    build = report["build"]
+    lines = [
+        f"polyreme {report['version']} ({build['git_describe'] or 'no git'}), {build['build_type']},"
+        f" {build['compiler']}",
+        f"  python   {report['python']} at {report['executable']}",
+        f"  system   {report['system']}",
+        f"  machine  {report['cpus']} CPUs, {_gib(report['memory_bytes'])} memory,"
+        f" {_gib(report['shared_memory_bytes'])} free shared memory",
+        "backends",
+    ]
+    for name, backend in report["backends"].items():
+        lines.append(f"  {'yes' if backend['usable'] else 'no ':3}  {name:5} {backend['text']}")
+    lines.append("same bits")
+    for row in report["promise"]:
+        lines += [f"  {row['backend']}: {row['equal']}", f"    seen: {row['seen']}"]
+    if not report["can_train"]:
+        lines.append("This machine cannot train: its CPU lacks AVX2 and FMA. Use an x86-64 CPU of 2013 or later.")
+    return lines

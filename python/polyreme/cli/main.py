@@ -1,0 +1,92 @@
+"""Entry point of the command line: finds the sub-command and runs it.
+
+Only the module of the chosen sub-command is imported, so `polyreme --help` and `polyreme run`
+stay quick and one broken command does not take the others with it. A sub-command module has
+`add_parser(subparsers)`, which adds its parser, and `run(args)`, which returns the exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from . import UsageError
+
+# name -> (module, one line of help)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "run": ("polyreme.cli.run", "start a script as N ranks on this machine"),
+    "data": ("polyreme.cli.data", "make and inspect token files"),
+    "doctor": ("polyreme.cli.doctor", "show what this machine and this build can do"),
+    "bench": ("polyreme.cli.bench", "measure speed against other libraries"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `polyreme` with `argv` (default: the process's arguments); returns the exit code.
+
+    2: wrong usage. 130: interrupted. 1: any other error of Polyreme, told in one line.
+    """
+    arguments: list[str] = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except UsageError as error:
+        return _fail(str(error), 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # The reader of our output has gone. Python must not complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if not _is_own_error(error):
+            raise
+        return _fail(str(error), 1)
+
+
+def _run(arguments: list[str]) -> int:
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    module: ModuleType | None = None
+    if chosen in COMMANDS:
+        module = _load(chosen)
+    parser = argparse.ArgumentParser(prog="polyreme", description="Distributed training runtime.")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (_, help_line) in COMMANDS.items():
+        if module is not None and name == chosen:
+            module.add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=help_line)
+    args = parser.parse_args(arguments)
+    if module is None:
+        parser.print_help()
+        return 0 if not arguments else 2
+    return int(module.run(args))
+
+
+def _load(command: str) -> ModuleType:
+    name = COMMANDS[command][0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise UsageError(f"this installation has no '{command}' command") from error
+
+
+def _is_own_error(error: Exception) -> bool:
+    """An error of the package, whose message is written for the user."""
+    errors = sys.modules.get("polyreme.errors")
+    base = getattr(errors, "Error", None)
+    return isinstance(base, type) and isinstance(error, base)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"polyreme: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""Learning-rate schedules: pure functions of the number of the update, counted from 1.
+
+All start with a linear warm-up: update k of `warmup` has peak * k / warmup. A skipped step does
+not count, since the position is the number of applied updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .errors import InvalidArgument
+
+__all__ = ["Schedule", "constant", "warmup_cosine", "warmup_linear", "wsd"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate of update `step`: `schedule(step)`. Made by the functions of this module."""
+
+    peak: float
+    warmup: int
+    total: int
+    _after: Callable[[int], float]
+    _text: str
+
+    def __post_init__(self) -> None:
+        if not (self.peak >= 0 and math.isfinite(self.peak)):
+            raise InvalidArgument(f"{self._text}: peak={self.peak}; expected a finite number, 0 or more")
+        if not 0 <= self.warmup <= self.total:
+            raise InvalidArgument(f"{self._text}: warmup={self.warmup}, total={self.total}; expected 0 <= warmup <= total")
+
+    def __call__(self, step: int) -> float:
+        if step < 1:
+            raise InvalidArgument(f"{self._text}: step={step}; updates are counted from 1")
+        if step <= self.warmup:
+            return self.peak * step / self.warmup
+        return self.peak * self._after(step)
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _progress(step: int, begin: int, end: int) -> float:
+    """0 at the update after `begin`, 1 at `end` and after."""
+    if end - begin <= 1:
+        return 0.0 if step <= end else 1.0
+    return min(1.0, max(0.0, (step - begin - 1) / (end - begin - 1)))
+
+
+def constant(peak: float, *, warmup: int = 0) -> Schedule:
+    """`peak` after the warm-up, for ever."""
+    return Schedule(peak, warmup, warmup, lambda step: 1.0, f"constant(peak={peak}, warmup={warmup})")
+
+
+def warmup_cosine(*, peak: float, warmup: int, total: int, final: float = 0.1) -> Schedule:
+    """Half a cosine from `peak` down to final * peak at update `total`, then constant."""
+
+    def after(step: int) -> float:
+        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * _progress(step, warmup, total)))
+
+    return Schedule(peak, warmup, total, after, f"warmup_cosine(peak={peak}, warmup={warmup}, total={total}, final={final})")
+
+
+def warmup_linear(*, peak: float, warmup: int, total: int, final: float = 0.0) -> Schedule:
+    """A straight line from `peak` to final * peak, which update total + 1 would have."""
+
+    def after(step: int) -> float:
+        share = min(1.0, (step - 1 - warmup) / max(1, total - warmup))
+        return 1 - (1 - final) * share
+
+    return Schedule(peak, warmup, total, after, f"warmup_linear(peak={peak}, warmup={warmup}, total={total}, final={final})")
+
+
+def wsd(*, peak: float, warmup: int, total: int, decay: int, final: float = 0.0) -> Schedule:
+    """Warm-up, stable, decay (Hu et al. 2024): linear to final * peak over the last `decay` updates."""
+    text = f"wsd(peak={peak}, warmup={warmup}, total={total}, decay={decay}, final={final})"
+    if not 0 <= decay <= total - warmup:
+        raise InvalidArgument(f"{text}: decay={decay}; expected 0 <= decay <= total - warmup")
+
+    def after(step: int) -> float:
+        into_decay = step - (total - decay)
+        return 1.0 if into_decay <= 0 else 1 - (1 - final) * min(1.0, into_decay / decay)
+
+    return Schedule(peak, warmup, total, after, text)

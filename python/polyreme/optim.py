@@ -1,0 +1,92 @@
+"""Optimizer rules, as configurations; the arithmetic is in the C++ core."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+from . import lr as lr_schedules
+from .errors import InvalidArgument
+
+__all__ = ["SGD", "AdamW", "Optimizer"]
+
+LearningRate = Union[float, lr_schedules.Schedule]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """What all rules share.
+
+    lr: a number, or a schedule of `polyreme.lr`.
+    weight_decay: decoupled; applied to parameters of two dims and more.
+    weight_decay_rules: patterns of names (as in fnmatch) to their decay, first match wins, before
+        the default rule: {"wte.*": 0.0}. A pattern that matches nothing is refused.
+    """
+
+    lr: LearningRate = 1e-3
+    weight_decay: float = 0.0
+    weight_decay_rules: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.lr, (int, float)) and not self.lr >= 0:
+            raise InvalidArgument(f"{type(self).__name__}: lr={self.lr}; expected 0 or more")
+        for name, value in (("weight_decay", self.weight_decay), *self.weight_decay_rules.items()):
+            if not value >= 0:
+                raise InvalidArgument(f"{type(self).__name__}: weight decay {name}={value}; expected 0 or more")
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of the update number `step`, counted from 1."""
+        return float(self.lr) if isinstance(self.lr, (int, float)) else self.lr(step)
+
+    def decay_of(self, specs: list[dict[str, Any]]) -> list[float]:
+        """The weight decay of every parameter in `specs`."""
+        for pattern in self.weight_decay_rules:
+            if not any(fnmatch.fnmatchcase(spec["name"], pattern) for spec in specs):
+                raise InvalidArgument(
+                    f"weight_decay_rules: no parameter matches {pattern!r}; names are like {specs[0]['name']!r}"
+                )
+        return [self._decay(spec) for spec in specs]
+
+    def _decay(self, spec: dict[str, Any]) -> float:
+        for pattern, value in self.weight_decay_rules.items():
+            if fnmatch.fnmatchcase(spec["name"], pattern):
+                return value
+        return self.weight_decay if spec["weight_decay"] else 0.0
+
+    def _constants(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Optimizer):
+    """AdamW (Loshchilov & Hutter 2019) with bias correction, eps outside the root."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise InvalidArgument(f"AdamW: betas={self.betas}; expected 0 <= beta < 1")
+        if not self.eps > 0:
+            raise InvalidArgument(f"AdamW: eps={self.eps}; expected more than 0")
+
+    def _constants(self) -> dict[str, Any]:
+        return {"rule": "adamw", "beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps, "momentum": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent, with momentum b = momentum * b + g where it is above 0."""
+
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise InvalidArgument(f"SGD: momentum={self.momentum}; expected 0 <= momentum < 1")
+
+    def _constants(self) -> dict[str, Any]:
+        return {"rule": "sgd", "beta1": 0.0, "beta2": 0.0, "eps": 1.0, "momentum": self.momentum}

@@ -1,0 +1,230 @@
+"""The training loop: one call into the C++ core per step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from . import _core, optim
+from .data import TokenDataset
+from .errors import InvalidArgument, NotAvailable
+from .models import GPT
+from .world import Lanes, Mesh
+
+__all__ = ["StepStats", "Trainer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStats:
+    """What one step reports; the same on every rank, times apart.
+
+    loss: mean over the valid tokens of the global batch.
+    grad_norm: 2-norm of the whole gradient before clipping.
+    lr: learning rate that was applied.
+    tokens: of the global batch. valid_tokens: those with a target.
+    mfu: model FLOPs per second over the measured rate (`Trainer.peak_flops`), or None.
+    validation_loss: where `fit` evaluated after this step, else None.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    valid_tokens: int
+    seconds: float
+    mfu: float | None = None
+    validation_loss: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class Trainer:
+    """Trains a model over the ranks of a mesh. Collective: every rank makes the same calls.
+
+    Args:
+        model: what to train.
+        mesh: the ranks.
+        optimizer: the update rule with its learning rate.
+        global_batch: samples of one step, over all ranks.
+        micro_batch: samples of one forward pass; changes memory and speed, not the bits.
+        clip_norm: limit of the gradient's 2-norm, or None.
+        lanes: where sums may be cut (see Lanes); equal lanes, equal bits on every layout.
+        seed: initial weights, dropout and the order of samples.
+        zero, precision: 0 and "fp32" in this version.
+
+    Raises:
+        InvalidArgument: sizes that do not fit together, naming them.
+        NotAvailable: options of a later version.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        mesh: Mesh,
+        *,
+        optimizer: optim.Optimizer,
+        global_batch: int,
+        micro_batch: int = 1,
+        clip_norm: float | None = None,
+        lanes: Lanes | None = None,
+        seed: int = 0,
+        zero: int = 0,
+        precision: str = "fp32",
+    ) -> None:
+        if zero != 0:
+            raise NotAvailable(f"zero={zero}: this version keeps the whole optimizer state on every rank; use zero=0")
+        if precision != "fp32":
+            raise NotAvailable(f"precision={precision!r}: this version computes in 'fp32'")
+        if clip_norm is not None and not clip_norm > 0:
+            raise InvalidArgument(f"clip_norm={clip_norm}; expected more than 0, or None for no limit")
+        if not 0 <= seed < 1 << 64:
+            raise InvalidArgument(f"seed={seed}; expected 0 to 2^64 - 1")
+        self.model = model
+        self.mesh = mesh
+        self.optimizer = optimizer
+        self.global_batch = global_batch
+        self.seed = seed
+        self.peak_flops: float | None = None
+        self._engine = _core.Engine(
+            mesh.world._core,
+            mesh._core,
+            model._config(),
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            lanes_dp=(lanes or Lanes()).dp or 0,
+            seed=seed,
+            clip_norm=clip_norm or 0.0,
+            weight_decay=optimizer.decay_of(model.param_specs()),
+            **optimizer._constants(),
+        )
+
+    # ---- steps ----
+
+    @property
+    def applied_steps(self) -> int:
+        """Updates made so far."""
+        return self._engine.applied_steps
+
+    @property
+    def num_parameters(self) -> int:
+        return self._engine.num_parameters
+
+    def step(self, tokens: ArrayLike, targets: ArrayLike) -> StepStats:
+        """One update on the caller's own batch.
+
+        Args:
+            tokens: int [global_batch / dp, seq_len]: this rank's samples, seq_len up to the model's.
+            targets: same shape; -100 marks tokens that do not count.
+
+        Raises:
+            InvalidArgument: wrong shape or a token outside the vocabulary; nothing has changed.
+            NumericError: the gradient is not finite; weights and optimizer are as before.
+        """
+        lr = self.optimizer.lr_at(self.applied_steps + 1)
+        start = time.perf_counter()
+        raw = self._engine.train_batch(_token_array(tokens, "tokens"), _token_array(targets, "targets"), lr)
+        return self._stats(raw, lr, time.perf_counter() - start)
+
+    def fit(
+        self,
+        data: TokenDataset,
+        *,
+        steps: int,
+        validation: TokenDataset | None = None,
+        validate_every: int = 0,
+        validation_samples: int | None = None,
+    ) -> Iterator[StepStats]:
+        """Trains until `steps` updates are made in all, yielding the stats of each.
+
+        Step k takes the samples k * global_batch and on of an order that is a pure function of
+        (seed, position): every epoch is a permutation of the data, for any number of ranks.
+
+        Args:
+            validation: evaluated every `validate_every` steps and after the last one.
+            validation_samples: samples of one evaluation; default: all.
+        """
+        self._check_data(data)
+        if validation is not None:
+            self._check_data(validation)
+        order = _core.SampleOrder(data.num_samples, self.seed, True)
+        while self.applied_steps < steps:
+            position = self.applied_steps
+            lr = self.optimizer.lr_at(position + 1)
+            start = time.perf_counter()
+            raw = self._engine.train_step(data._core, order, position, lr)
+            stats = self._stats(raw, lr, time.perf_counter() - start)
+            due = validate_every > 0 and (stats.step % validate_every == 0 or stats.step == steps)
+            if validation is not None and due:
+                stats = replace(stats, validation_loss=self.evaluate(validation, num_samples=validation_samples))
+            yield stats
+
+    def evaluate(self, data: TokenDataset, *, num_samples: int | None = None) -> float:
+        """Mean loss over the first `num_samples` samples (default: all), without dropout."""
+        self._check_data(data)
+        count = data.num_samples if num_samples is None else min(num_samples, data.num_samples)
+        return float(self._engine.evaluate(data._core, 0, count)["loss"])
+
+    def _check_data(self, data: TokenDataset) -> None:
+        if data.vocab_size > self.model.vocab:
+            raise InvalidArgument(
+                f"'{data.path}' has a vocabulary of {data.vocab_size} tokens, the model one of {self.model.vocab};"
+                f" use a model with vocab >= {data.vocab_size}"
+            )
+        if data.seq_len != self.model.seq_len:
+            raise InvalidArgument(
+                f"'{data.path}' is read with seq_len={data.seq_len}, the model has seq_len={self.model.seq_len};"
+                " use the same"
+            )
+
+    def _stats(self, raw: dict[str, Any], lr: float, seconds: float) -> StepStats:
+        flops = self.model.flops_per_token() * raw["tokens"]
+        mfu = flops / seconds / self.peak_flops if self.peak_flops and seconds > 0 else None
+        return StepStats(step=self.applied_steps, lr=lr, seconds=seconds, mfu=mfu, **raw)
+
+    # ---- looking inside ----
+
+    def logits(self, tokens: ArrayLike) -> NDArray[np.float32]:
+        """Scores [num_samples, seq_len, vocab] of this rank's own tokens. Not collective."""
+        return self._engine.logits(_token_array(tokens, "tokens"))
+
+    def parameter(self, name: str) -> NDArray[np.float32]:
+        """A copy of a parameter."""
+        return self._engine.read_param(name, "weight")
+
+    def set_parameter(self, name: str, values: ArrayLike) -> None:
+        """Overwrites a parameter; every rank must give the same values.
+
+        Raises:
+            InvalidArgument: unknown name or another number of elements.
+        """
+        self._engine.write_param(name, np.ascontiguousarray(values, dtype=np.float32))
+
+    def gradient(self, name: str) -> NDArray[np.float32]:
+        """The gradient of the last step, over all ranks, before clipping."""
+        return self._engine.read_param(name, "grad")
+
+    def optimizer_state(self, name: str, kind: str) -> NDArray[np.float32]:
+        """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD)."""
+        return self._engine.read_param(name, kind)
+
+    def parameter_names(self) -> list[str]:
+        return [spec["name"] for spec in self.model.param_specs()]
+
+
+def _token_array(values: ArrayLike, what: str) -> NDArray[np.int32]:
+    array = np.asarray(values)
+    if array.ndim != 2 or array.dtype.kind not in "iu":
+        raise InvalidArgument(
+            f"{what} are {array.dtype}{list(array.shape)}; expected integers of shape [num_samples, seq_len]"
+        )
+    if array.size and (int(array.max()) > 2**31 - 1 or int(array.min()) < -(2**31)):
+        raise InvalidArgument(f"{what} have values outside 32 bits: {array.min()} to {array.max()}")
+    return np.ascontiguousarray(array, dtype=np.int32)

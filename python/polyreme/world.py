@@ -1,0 +1,175 @@
+"""The ranks of a job, and named axes over them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from . import _core
+from .environment import RankEnvironment, read_rank_environment
+from .errors import InvalidArgument, NotAvailable
+
+__all__ = ["Lanes", "Mesh", "World", "init"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """Where sums may be cut. Loss, norm and weights are equal for every layout with equal lanes.
+
+    dp: lanes of the global batch; a power of two that dp divides, or dp itself (the default,
+        None).
+    """
+
+    dp: int | None = None
+
+
+class World:
+    """All ranks of the job, with this rank's device. Made by `init`."""
+
+    def __init__(self, core: _core.World, local_rank: int = 0) -> None:
+        self._core = core
+        self.local_rank = local_rank
+
+    @property
+    def rank(self) -> int:
+        return self._core.rank
+
+    @property
+    def size(self) -> int:
+        return self._core.size
+
+    @property
+    def device(self) -> str:
+        """One line about the device: kind, threads, instruction-set level."""
+        return self._core.device_description
+
+    def barrier(self, timeout_s: float = 600.0) -> None:
+        """Waits until every rank has called it.
+
+        Raises:
+            Timeout: after `timeout_s`, naming the missing ranks.
+        """
+        self._core.barrier(timeout_s=timeout_s)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of device memory: in_use_bytes, peak_bytes, reserved_bytes."""
+        return self._core.memory()
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, size={self.size}, device={self.device!r})"
+
+
+def init(
+    *,
+    device: str = "cpu",
+    num_threads: int | None = None,
+    isa: str = "auto",
+    executor: str = "immediate",
+    timeout_s: float = 600.0,
+    init_timeout_s: float = 300.0,
+    environment: RankEnvironment | None = None,
+) -> World:
+    """Meets the other ranks of the job and returns the world. Collective.
+
+    Args:
+        device: "cpu".
+        num_threads: threads of this rank's operations; default POLYREME_NUM_THREADS, or the CPUs
+            of this process divided by the ranks. Does not change the bits.
+        isa: "auto", "avx2" or "avx512"; all ranks use the lowest level among them.
+        executor: "immediate", or "deferred" to test the ordering of operations (slow).
+        timeout_s: limit of one collective among live ranks.
+        init_timeout_s: limit of this call.
+        environment: who this rank is; default: from the launcher's variables.
+
+    Raises:
+        InvalidArgument: contradicting variables or arguments.
+        NotAvailable: a device or launcher that this build does not have.
+        Timeout: ranks did not come; names them.
+    """
+    if device != "cpu":
+        raise NotAvailable(f"device={device!r}: this version trains on 'cpu'; see `polyreme doctor`")
+    env = environment if environment is not None else read_rank_environment()
+    if num_threads is None:
+        num_threads = env.num_threads or max(1, len(os.sched_getaffinity(0)) // env.size)
+    core = _core.make_world(
+        rank=env.rank,
+        size=env.size,
+        master_addr=env.master_addr,
+        master_port=env.master_port,
+        store_fd=-1 if env.store_fd is None else env.store_fd,
+        secret=env.secret,
+        job_id=env.job_id,
+        init_timeout_s=init_timeout_s,
+        timeout_s=timeout_s,
+        num_threads=num_threads,
+        isa=isa,
+        executor=executor,
+        schedule_seed=0,
+    )
+    return World(core, env.local_rank)
+
+
+class Mesh:
+    """Named axes over the ranks of a world: `Mesh(world, dp=4)`. Collective.
+
+    Ranks are numbered with tp innermost. This version trains along dp; the other axes exist with
+    size 1.
+
+    Raises:
+        InvalidArgument: the sizes do not multiply to the world's size.
+        NotAvailable: an axis above 1 that this version cannot use.
+    """
+
+    AXES = ("pp", "dp", "cp", "ep", "tp")
+
+    def __init__(self, world: World, *, dp: int | None = None, pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1) -> None:
+        for name, size in (("pp", pp), ("tp", tp), ("cp", cp), ("ep", ep)):
+            if size < 1:
+                raise InvalidArgument(f"mesh axis {name}={size}; expected at least 1")
+            if size > 1:
+                raise NotAvailable(f"mesh axis {name}={size}: this version has data parallelism only; use dp={world.size}")
+        sizes = {"pp": pp, "dp": world.size if dp is None else dp, "cp": cp, "ep": ep, "tp": tp}
+        self.world = world
+        self._core = _core.Mesh(world._core, [(name, sizes[name]) for name in self.AXES])
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along `axis`."""
+        return self._core.size(axis)
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's position along `axis`."""
+        return self._core.coordinate(axis)
+
+    def __getitem__(self, axis: str) -> Group:
+        return Group(self, axis)
+
+    def __repr__(self) -> str:
+        return "Mesh(" + ", ".join(f"{name}={self.size(name)}" for name in self.AXES) + ")"
+
+
+class Group:
+    """The ranks that differ from this one along one axis: `mesh["dp"]`."""
+
+    def __init__(self, mesh: Mesh, axis: str) -> None:
+        self._mesh = mesh
+        self.axis = axis
+        self.ranks: list[int] = mesh._core.group(mesh.world.rank, axis)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce(self, array: ArrayLike, op: str = "sum") -> NDArray[Any]:
+        """The ordered sum (or "max", "min") of everybody's array; same bits on every rank.
+
+        Args:
+            array: float32, float64, int32 or int64, of equal shape on all ranks.
+
+        Raises:
+            CollectiveMismatch: ranks disagree about shape, type or operation.
+        """
+        return self._mesh._core.all_reduce(self._mesh.world._core, self.axis, np.ascontiguousarray(array), op)

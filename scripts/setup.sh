@@ -1,0 +1,203 @@
+#!/usr/bin/env bash
+# Installs what polyreme needs and builds it into .venv. Takes seconds when nothing is missing.
+#
+#   scripts/setup.sh        enough to train (no tests, no CUDA, no PyTorch)
+#   scripts/setup.sh --dev  also CUDA where the toolkit is, the C++ tests' needs, PyTorch and the linters
+#
+# Environment: POLYREME_VENV (default .venv), POLYREME_PYTHON (the interpreter to make it from).
+# Every finished part leaves a stamp; a part that was cut short has none and is done again.
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+cd "$ROOT"
+
+PROFILE=quick
+case "${1:-}" in
+  "") ;;
+  --dev) PROFILE=dev ;;
+  *) die "unknown option '$1'" "run scripts/setup.sh, or scripts/setup.sh --dev" ;;
+esac
+
+STAMPS="$VENV/.polyreme"
+
+# ---- Debian packages -------------------------------------------------------------------------------
+
+# Python.h of the interpreter that .venv would be made from.
+has_python_headers() {
+  "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
+}
+
+missing_packages() {
+  local python
+  have g++ || echo g++
+  if python="$(choose_python)"; then
+    "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+    has_python_headers "$python" || echo python3-dev
+  else
+    echo python3-venv python3-dev
+  fi
+  have git || echo git
+  have ccache || echo ccache
+  if [ "$PROFILE" = dev ]; then
+    [ -e /usr/include/gtest/gtest.h ] || [ -e /usr/local/include/gtest/gtest.h ] || echo libgtest-dev
+    have shellcheck || echo shellcheck
+    have cppcheck || echo cppcheck
+  fi
+}
+
+# Without these the work goes on: slower, or with a check less.
+is_optional_package() {
+  case "$1" in git | ccache | shellcheck | cppcheck) true ;; *) false ;; esac
+}
+
+apt_install() {
+  local as_root=()
+  if [ "$(id -u)" != 0 ]; then
+    have sudo || return 1
+    as_root=(sudo)
+    # Without a terminal nobody can type a password.
+    [ -t 0 ] || as_root=(sudo -n)
+    "${as_root[@]}" true || return 1
+  fi
+  "${as_root[@]}" apt-get update &&
+    "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
+}
+
+install_packages() {
+  local packages=() required=() package
+  mapfile -t packages < <(missing_packages | tr ' ' '\n')
+  ((${#packages[@]} > 0)) || return 0
+  if have apt-get && step "Installing Debian packages: ${packages[*]}" apt_install "${packages[@]}"; then
+    return 0
+  fi
+  mapfile -t packages < <(missing_packages | tr ' ' '\n')
+  for package in "${packages[@]}"; do
+    is_optional_package "$package" || required+=("$package")
+  done
+  if ((${#required[@]} > 0)); then
+    die "missing on this machine: ${required[*]}" \
+      "as root: apt-get install ${required[*]} (or the packages of your system that provide them); \
+if the download failed, check the network and run this again"
+  fi
+  say "    going on without: ${packages[*]}"
+}
+
+check_compiler() {
+  local version
+  version="$(g++ -dumpfullversion -dumpversion)"
+  version_at_least "$version" 11 ||
+    die "g++ $version does not know C++20" "install g++ 11 or newer and put it first on PATH"
+}
+
+check_disk() {
+  local needed=2 free
+  if [ "$PROFILE" = dev ] && [ ! -e "$STAMPS/dev" ]; then needed=12; fi # PyTorch alone takes 5.4 GB
+  free="$(free_gib)"
+  ((free >= needed)) || die "only $free GiB are free in $ROOT; $needed are needed" \
+    "free some space, or set POLYREME_VENV to a folder on a larger disk"
+}
+
+# ---- The virtual environment -----------------------------------------------------------------------
+
+# The interpreter to use, or nothing if there is none of 3.9 or newer.
+choose_python() {
+  local candidate
+  for candidate in ${POLYREME_PYTHON:+"$POLYREME_PYTHON"} python3 /usr/bin/python3 python3.{19..9}; do
+    candidate="$(command -v "$candidate" 2>/dev/null)" || continue
+    if python_version_of "$candidate" >/dev/null; then
+      echo "$candidate"
+      return 0
+    fi
+  done
+  return 1
+}
+
+create_venv() {
+  rm -rf "$VENV"
+  "$1" -m venv "$VENV"
+  "$VENV/bin/python" -m pip install --quiet --upgrade pip
+}
+
+make_venv() {
+  local python
+  if [ -e "$STAMPS/venv" ] && "$VENV/bin/python" -c 'import pip' 2>/dev/null; then return 0; fi
+  python="$(choose_python)" ||
+    die "no Python of version 3.9 or newer was found" "install one, or name it: POLYREME_PYTHON=/path/to/python3"
+  step "Making $(basename "$VENV") with Python $(python_version_of "$python")" create_venv "$python" ||
+    die "the virtual environment could not be made" \
+      "see above; if pip found no package index, check the network and pip's own configuration"
+  mkdir -p "$STAMPS"
+  touch "$STAMPS/venv"
+}
+
+# ---- Python packages and the build -----------------------------------------------------------------
+
+# What an installation depends on. The package is installed in place (editable), so the text of the
+# Python files is no part of it, but their names are.
+inputs_hash() {
+  {
+    echo "$ROOT $(g++ -dumpfullversion -dumpversion) $("$VENV/bin/python" -VV)"
+    find python -name '*.py' | LC_ALL=C sort
+    find csrc cmake CMakeLists.txt pyproject.toml scripts/setup.sh -type f -print0 |
+      LC_ALL=C sort -z | xargs -0 sha256sum
+    # Made by the first kernels for the GPU.
+    [ ! -d kernels ] || find kernels -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
+  } | sha256sum | cut -d ' ' -f 1
+}
+
+pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check "$@"; }
+
+# The system's CMake and Ninja if they are good enough, else the wheels.
+build_requirements() {
+  grep '^requires = ' pyproject.toml | grep -o '"[^"]*"' | tr -d '"'
+  version_at_least "$(cmake --version 2>/dev/null | awk 'NR == 1 { print $3 }')" 3.25 || echo 'cmake>=3.25'
+  have ninja || echo ninja
+}
+
+install_build_requirements() {
+  local requirements=() wanted
+  mapfile -t requirements < <(build_requirements)
+  wanted="$STAMPS/build-$(printf '%s ' "${requirements[@]}" | sha256sum | cut -c1-16)"
+  [ ! -e "$wanted" ] || return 0
+  step "Installing build tools: ${requirements[*]}" pip_install "${requirements[@]}" ||
+    die "pip could not install the build tools" "check the network and pip's configuration, then run this again"
+  touch "$wanted"
+}
+
+install_polyreme() {
+  local hash cuda=OFF extras="" stamp="$STAMPS/$PROFILE" text="Building polyreme"
+  hash="$(inputs_hash)"
+  # What is good enough for development is good enough for training.
+  if grep -qsx "$hash" "$stamp" "$STAMPS/dev" && "$VENV/bin/python" -c 'import polyreme._core' 2>/dev/null; then
+    return 0
+  fi
+  if [ "$PROFILE" = dev ]; then
+    cuda=AUTO
+    extras="[test,lint,dist]"
+    text="Building polyreme, installing PyTorch and test tools"
+  fi
+  rm -f "$STAMPS/dev" "$STAMPS/quick"
+  # PATH: cmake and ninja may be those of the environment. Warnings are errors here, as in the C++
+  # tests; with equal flags ccache serves both builds.
+  PATH="$VENV/bin:$PATH" step "$text" pip_install --no-build-isolation \
+    --config-settings=cmake.define.POLYREME_CUDA=$cuda --config-settings=cmake.define.POLYREME_WERROR=ON \
+    --editable ".$extras" ||
+    die "polyreme could not be built or its Python packages not installed" \
+      "see above: a compiler's error is in the sources; for a failed download check the network; then run this again"
+  "$VENV/bin/python" -c 'import polyreme._core' ||
+    die "polyreme was built, but its extension module does not load" "see above; rm -rf build .venv starts afresh"
+  echo "$hash" >"$stamp"
+}
+
+START=${EPOCHREALTIME/[^0-9]/}
+# One set-up at a time: a second one waits, then finds nothing to do.
+mkdir -p build
+exec 9>build/setup.lock
+flock 9
+check_disk
+install_packages
+check_compiler
+make_venv
+install_build_requirements
+install_polyreme
+say "==> polyreme is ready in $VENV ($(seconds_since "$START") s)"

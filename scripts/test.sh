@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# Sets up like scripts/setup.sh --dev and runs the tests. Without options: all parts.
+#
+#   scripts/test.sh [--full] [--lint] [--cpp] [--python] [--docs] [--quickstart] [--wheel] [--sanitize]
+#
+#   --lint        formats, linters, layers (scripts/lint.sh)
+#   --cpp         C++ tests (GoogleTest by ctest)
+#   --python      Python tests (pytest)
+#   --docs        the commands that README.md and CONTRIBUTING.md show
+#   --quickstart  scripts/quickstart.sh for a few steps
+#   --wheel       sdist and wheel, tested away from this folder, on the oldest and newest Python
+#   --sanitize    C++ tests of the lower modules under AddressSanitizer and UBSan
+#   --full        all of the above, with every Python, every module and ThreadSanitizer too
+#
+# A part that fails does not stop the others; the summary at the end names it and the exit status is 1.
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+cd "$ROOT"
+
+ALL_PARTS=(lint cpp python docs quickstart wheel sanitize)
+# What every other module stands on, and where memory is handled by hand.
+SANITIZED_MODULES="base|telemetry|device|tensor|ops|comm"
+
+PARTS=()
+FULL=""
+for argument in "$@"; do
+  case "$argument" in
+    --full) FULL=1 ;;
+    --lint | --cpp | --python | --docs | --quickstart | --wheel | --sanitize) PARTS+=("${argument#--}") ;;
+    -h | --help)
+      sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"
+      exit 0
+      ;;
+    *) die "unknown option '$argument'" "scripts/test.sh --help lists the options" ;;
+  esac
+done
+((${#PARTS[@]} > 0)) || PARTS=("${ALL_PARTS[@]}")
+
+part_lint() { scripts/lint.sh; }
+
+part_cpp() {
+  cmake --preset dev
+  cmake --build --preset dev
+  scripts/check_isa_objects.py build/dev
+  ctest --preset dev
+}
+
+part_python() {
+  "$VENV/bin/python" -c 'import torch' ||
+    die "PyTorch does not import, and tests need it" "scripts/setup.sh --dev installs it; rm -rf .venv starts afresh"
+  "$VENV/bin/python" -m pytest
+}
+
+part_docs() { scripts/run_docs.py README.md CONTRIBUTING.md; }
+
+part_quickstart() {
+  local output
+  output="$(scripts/quickstart.sh --steps 10 | tee /dev/stderr)"
+  grep -qi loss <<<"$output" || die "the quick start showed no loss" "look at its output above"
+}
+
+part_wheel() { scripts/test_wheel.sh ${FULL:+--all}; }
+
+# sanitized PRESET: builds and runs the tests of the chosen modules.
+sanitized() {
+  local preset="$1" modules="$SANITIZED_MODULES" targets
+  [ -z "$FULL" ] || modules='.*'
+  cmake --preset "$preset"
+  # Modules without a test program have no target.
+  targets="$(ninja -C "build/$preset" -t targets all | sed -nE "s/^bin\/(($modules)_test): .*/\1/p")"
+  # shellcheck disable=SC2086  # a list
+  cmake --build --preset "$preset" --target $targets
+  ctest --preset "$preset" -L "^($modules)\$"
+}
+
+part_sanitize() {
+  sanitized asan-ubsan
+  [ -z "$FULL" ] || sanitized tsan
+}
+
+SUMMARY=()
+NUM_FAILED=0
+run_part() {
+  local name="$1" start=${EPOCHREALTIME/[^0-9]/} verdict=passed
+  printf '\n======== %s\n' "$name"
+  run_isolated "part_$name"
+  if ((ISOLATED_STATUS != 0)); then
+    verdict="FAILED"
+    NUM_FAILED=$((NUM_FAILED + 1))
+  fi
+  SUMMARY+=("$(printf '%-12s %-7s %8s s' "$name" "$verdict" "$(seconds_since "$start")")")
+}
+
+scripts/setup.sh --dev
+# CMake and Ninja may be those of the environment (scripts/setup.sh).
+export PATH="$PATH:$VENV/bin"
+# Tests treat a missing PyTorch as a failure, not as a reason to skip.
+export POLYREME_REQUIRE_TORCH=1
+
+START=${EPOCHREALTIME/[^0-9]/}
+for part in "${PARTS[@]}"; do run_part "$part"; done
+
+printf '\n======== summary\n'
+printf '%s\n' "${SUMMARY[@]}"
+say "$((${#PARTS[@]} - NUM_FAILED)) of ${#PARTS[@]} parts passed in $(seconds_since "$START") s"
+((NUM_FAILED == 0)) || exit 1

@@ -1,0 +1,122 @@
+"""The whole model against float64: loss, every gradient, ten AdamW steps; error at most twice PyTorch fp32's."""
+
+from __future__ import annotations
+
+import numpy as np
+import polyreme as pr
+import pytest
+import reference
+from helpers import batches, make_trainer
+from polyreme.testing import run_ranks
+from reference import torch
+
+MODELS = {
+    "tied": dict(layers=2, hidden=48, heads=3, vocab=97, seq_len=33),
+    "untied": dict(layers=2, hidden=48, heads=4, vocab=101, seq_len=32, tied=False),
+    "one_head_recompute": dict(layers=3, hidden=64, heads=1, vocab=64, seq_len=65, recompute=True),
+}
+
+
+def torch_optimizer(params, trainer):
+    decayed = {spec["name"] for spec in trainer.model.param_specs() if spec["weight_decay"]}
+    groups = [
+        {"params": [p for n, p in params.items() if n in decayed], "weight_decay": 0.1},
+        {"params": [p for n, p in params.items() if n not in decayed], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-3, eps=1e-4)
+
+
+def perturb(trainer):
+    """Moves biases and norms off their initial zeros and ones, so that every term matters."""
+    random = np.random.default_rng(5)
+    for name in trainer.parameter_names():
+        weight = trainer.parameter(name)
+        trainer.set_parameter(name, weight + 0.05 * random.standard_normal(weight.shape).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_gradients_and_ten_steps_against_float64(name):
+    model = pr.models.GPT(**MODELS[name])
+    data = batches(10, 6, model, ignored=0.2)
+
+    def run(world):
+        trainer = make_trainer(world, model, global_batch=6, micro_batch=4)
+        perturb(trainer)
+        runs = {dtype: reference.parameters(trainer, dtype) for dtype in (torch.float64, torch.float32)}
+        optimizers = {dtype: torch_optimizer(params, trainer) for dtype, params in runs.items()}
+        for step, (tokens, targets) in enumerate(data):
+            stats = trainer.step(tokens, targets)
+            losses = {}
+            for dtype, params in runs.items():
+                optimizers[dtype].zero_grad()
+                value = reference.loss(params, model, tokens, targets)
+                value.backward()
+                losses[dtype] = float(value.detach())
+            exact = losses[torch.float64]
+            assert abs(stats.loss - exact) <= 2 * abs(losses[torch.float32] - exact) + 2e-7 * exact
+            if step == 0:
+                check(trainer.gradient, {k: {n: p.grad for n, p in ps.items()} for k, ps in runs.items()}, "gradient")
+            for optimizer in optimizers.values():
+                optimizer.step()
+        check(trainer.parameter, runs, "weight")
+
+    def check(read, values, what):
+        for parameter in values[torch.float64]:
+            exact = values[torch.float64][parameter].detach().numpy()
+            theirs = reference.relative_error(values[torch.float32][parameter].detach().numpy(), exact)
+            ours = reference.relative_error(read(parameter), exact)
+            # Half a unit in the last place, uniformly spread: nobody who stores fp32 can promise less.
+            rounding = 2**-24 / 3**0.5
+            assert ours <= 2 * max(theirs, rounding), f"{what} {parameter}: {ours:.3g} against PyTorch's {theirs:.3g}"
+
+    run_ranks(1, run)
+
+
+def test_logits_against_float64():
+    model = pr.models.GPT(**MODELS["tied"])
+
+    def run(world):
+        trainer = make_trainer(world, model, global_batch=1)
+        tokens = batches(1, 3, model)[0][0][:, :17]
+        exact = reference.logits(reference.parameters(trainer, torch.float64), model, tokens).detach().numpy()
+        assert reference.relative_error(trainer.logits(tokens), exact) < 1e-6
+
+    run_ranks(1, run)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_against_float64(momentum):
+    model = pr.models.GPT(**MODELS["tied"])
+    data = batches(4, 4, model)
+
+    def run(world):
+        trainer = make_trainer(world, model, global_batch=4, optimizer=pr.SGD(lr=0.1, momentum=momentum))
+        params = reference.parameters(trainer, torch.float64)
+        optimizer = torch.optim.SGD(params.values(), lr=0.1, momentum=momentum)
+        for tokens, targets in data:
+            trainer.step(tokens, targets)
+            optimizer.zero_grad()
+            reference.loss(params, model, tokens, targets).backward()
+            optimizer.step()
+        for name, exact in params.items():
+            assert reference.relative_error(trainer.parameter(name), exact.detach().numpy()) < 1e-6, name
+
+    run_ranks(1, run)
+
+
+def test_clipping_scales_the_gradient_to_the_limit():
+    model = pr.models.GPT(**MODELS["tied"])
+    tokens, targets = batches(1, 4, model)[0]
+
+    def run(world):
+        options = dict(global_batch=4, optimizer=pr.SGD(lr=1.0))
+        free, clipped = make_trainer(world, model, **options), make_trainer(world, model, clip_norm=0.01, **options)
+        before = free.parameter("wte.weight")
+        norm = free.step(tokens, targets).grad_norm
+        assert clipped.step(tokens, targets).grad_norm == norm
+        full, scaled = before - free.parameter("wte.weight"), before - clipped.parameter("wte.weight")
+        np.testing.assert_allclose(scaled, full * (0.01 / norm), rtol=1e-3, atol=1e-8)
+        exact = sum(float((free.gradient(n).astype(np.float64) ** 2).sum()) for n in free.parameter_names()) ** 0.5
+        assert norm == pytest.approx(exact, rel=1e-12)
+
+    run_ranks(1, run)
