@@ -15,7 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SUFFIXES = set(".cmake .cpp .cu .cuh .h .in .json .md .py .pyi .sh .toml .txt .yml".split())
+SUFFIXES = {".cmake", ".cpp", ".cu", ".cuh", ".h", ".in"} | {
+    ".json",
+    ".md",
+    ".py",
+    ".pyi",
+    ".sh",
+    ".toml",
+    ".txt",
+}
 NAMES = {"run", "LICENSE", ".clang-format", ".clang-tidy", ".editorconfig", ".gitignore"}
 # Written by others, letter for letter.
 VERBATIM = {"LICENSE"}

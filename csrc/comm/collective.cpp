@@ -14,8 +14,9 @@ void require_dense(const char* op, const char* argument, const Tensor& tensor) {
 }
 
 void require_reducible(const char* op, DType dtype) {
-  require<NotAvailable>(is_reducible(dtype), op, " of ", dtype_name(dtype),
-                        " is not available; convert to float32 first (float32, float64, int32 and int64 are reduced)");
+  require<NotAvailable>(
+      is_reducible(dtype), op, " of ", dtype_name(dtype),
+      " is not available; convert to float32 first (float32, float64, int32 and int64 are reduced)");
 }
 
 // `part` may be `rank`'s slice of `whole`, or apart from it.
@@ -23,18 +24,18 @@ void require_apart(const char* op, const Tensor& part, const Tensor& whole, int 
   if (part.buffer() != whole.buffer() || part.numel() == 0) return;
   const int64_t own_slice = whole.begin_byte() + rank * part.size_bytes();
   const bool apart = part.end_byte() <= whole.begin_byte() || whole.end_byte() <= part.begin_byte();
-  require(apart || part.begin_byte() == own_slice, op, ": input and output overlap at bytes [", part.begin_byte(), ", ",
-          part.end_byte(), ") and [", whole.begin_byte(), ", ", whole.end_byte(),
+  require(apart || part.begin_byte() == own_slice, op, ": input and output overlap at bytes [",
+          part.begin_byte(), ", ", part.end_byte(), ") and [", whole.begin_byte(), ", ", whole.end_byte(),
           ") of one buffer; only rank ", rank, "'s own slice, at byte ", own_slice, ", may be shared");
 }
 
 void require_counts(const char* op, const Tensor& part, const char* part_name, const Tensor& whole,
                     const char* whole_name, int size) {
-  require(part.dtype() == whole.dtype(), op, ": input and output differ in dtype: ", part_name, " ", part.to_string(),
-          ", ", whole_name, " ", whole.to_string());
-  require(whole.numel() == part.numel() * size, op, " over ", size, " ranks: ", whole_name, " ", whole.to_string(),
-          " has ", whole.numel(), " elements; expected ", part.numel() * size, ", ", size, " times ", part_name, " ",
-          part.to_string());
+  require(part.dtype() == whole.dtype(), op, ": input and output differ in dtype: ", part_name, " ",
+          part.to_string(), ", ", whole_name, " ", whole.to_string());
+  require(whole.numel() == part.numel() * size, op, " over ", size, " ranks: ", whole_name, " ",
+          whole.to_string(), " has ", whole.numel(), " elements; expected ", part.numel() * size, ", ", size,
+          " times ", part_name, " ", part.to_string());
 }
 
 }  // namespace
@@ -122,7 +123,8 @@ CollectiveCall check_all_reduce(const Tensor& data, ReduceOp op) {
   return {.count = data.numel(), .op = CollectiveOp::kAllReduce, .dtype = data.dtype(), .reduce = op};
 }
 
-CollectiveCall check_reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op, int rank, int size) {
+CollectiveCall check_reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op, int rank,
+                                    int size) {
   const char* name = "reduce_scatter";
   require_dense(name, "input", input);
   require_dense(name, "output", output);
@@ -143,7 +145,8 @@ CollectiveCall check_all_gather(const Tensor& input, const Tensor& output, int r
 
 CollectiveCall check_broadcast(const Tensor& data, int root, int size) {
   require_dense("broadcast", "data", data);
-  require(root >= 0 && root < size, "broadcast: root is ", root, "; expected a rank of the group, 0 to ", size - 1);
+  require(root >= 0 && root < size, "broadcast: root is ", root, "; expected a rank of the group, 0 to ",
+          size - 1);
   return {.count = data.numel(), .root = root, .op = CollectiveOp::kBroadcast, .dtype = data.dtype()};
 }
 

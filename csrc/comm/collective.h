@@ -48,7 +48,8 @@ std::string ranks_text(std::span<const int> ranks);
 // matching counts and dtypes, no overlap but the documented one. Throw InvalidArgument,
 // NotAvailable for a dtype that is not reduced.
 CollectiveCall check_all_reduce(const Tensor& data, ReduceOp op);
-CollectiveCall check_reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op, int rank, int size);
+CollectiveCall check_reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op, int rank,
+                                    int size);
 CollectiveCall check_all_gather(const Tensor& input, const Tensor& output, int rank, int size);
 CollectiveCall check_broadcast(const Tensor& data, int root, int size);
 

@@ -13,8 +13,9 @@ void check_options(int size, const CommOptions& options) {
           " ms; expected a positive one");
 }
 
-std::unique_ptr<SharedCommunicator> join(std::shared_ptr<SharedMemory> memory, std::shared_ptr<SharedMemorySource> source,
-                                         int rank, int size, const CommOptions& options) {
+std::unique_ptr<SharedCommunicator> join(std::shared_ptr<SharedMemory> memory,
+                                         std::shared_ptr<SharedMemorySource> source, int rank, int size,
+                                         const CommOptions& options) {
   auto group = std::make_shared<SharedGroup>(std::move(memory), rank, size, options.chunk_bytes,
                                              SharedGroup::Options{options.name, options.timeout});
   return std::make_unique<SharedCommunicator>(std::move(group), std::move(source), make_issue_order(),
@@ -23,7 +24,8 @@ std::unique_ptr<SharedCommunicator> join(std::shared_ptr<SharedMemory> memory, s
 
 std::shared_ptr<SharedMemory> create_segment(SharedMemorySource& source, int size, const CommOptions& options,
                                              std::string* name) {
-  auto memory = source.create(static_cast<size_t>(SharedGroup::segment_bytes(size, options.chunk_bytes)), name);
+  auto memory =
+      source.create(static_cast<size_t>(SharedGroup::segment_bytes(size, options.chunk_bytes)), name);
   SharedGroup::format(*memory, size, options.chunk_bytes);
   return memory;
 }
@@ -41,8 +43,8 @@ std::string accept_invitation(const std::string& text, int rank, const CommOptio
   std::istringstream words(text.substr(3));
   std::string boot, host, name;
   words >> boot >> host >> name;
-  require<CommError>(boot == boot_id(), where, "rank 0 is on host ", host, ", this rank on host ", host_name(),
-                     "; shared memory joins processes of one host only");
+  require<CommError>(boot == boot_id(), where, "rank 0 is on host ", host, ", this rank on host ",
+                     host_name(), "; shared memory joins processes of one host only");
   return name;
 }
 
@@ -64,10 +66,11 @@ std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, co
   return communicators;
 }
 
-std::unique_ptr<Communicator> make_shm_communicator(Store& store, int rank, int size, const std::string& job_id,
-                                                    const CommOptions& options) {
+std::unique_ptr<Communicator> make_shm_communicator(Store& store, int rank, int size,
+                                                    const std::string& job_id, const CommOptions& options) {
   check_options(size, options);
-  require(rank >= 0 && rank < size, "group '", options.name, "': rank is ", rank, "; expected 0 to ", size - 1);
+  require(rank >= 0 && rank < size, "group '", options.name, "': rank is ", rank, "; expected 0 to ",
+          size - 1);
   const std::shared_ptr<SharedMemorySource> source = make_posix_source(job_id);
   if (size == 1) return std::move(make_local_communicators(1, options).front());
 

@@ -22,7 +22,7 @@ std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, co
 // remove. A group of one takes no shared memory and does not use the store.
 // Throws InvalidArgument for a bad argument (see make_posix_source), OutOfMemory if /dev/shm is too
 // small, CommError if a rank is on another host, PeerLost, Timeout.
-std::unique_ptr<Communicator> make_shm_communicator(Store& store, int rank, int size, const std::string& job_id,
-                                                    const CommOptions& options);
+std::unique_ptr<Communicator> make_shm_communicator(Store& store, int rank, int size,
+                                                    const std::string& job_id, const CommOptions& options);
 
 }  // namespace polyreme

@@ -52,16 +52,15 @@ template <typename T>
 using Reducer = void (*)(const T* const*, int64_t, T*);
 
 template <typename T, ReduceOp kOp>
-constexpr std::array<Reducer<T>, kMaxTermsInRegisters + 1> kReducers = {
-    nullptr,
-    reduce_few<T, kOp, 1>,
-    reduce_few<T, kOp, 2>,
-    reduce_few<T, kOp, 3>,
-    reduce_few<T, kOp, 4>,
-    reduce_few<T, kOp, 5>,
-    reduce_few<T, kOp, 6>,
-    reduce_few<T, kOp, 7>,
-    reduce_few<T, kOp, 8>};
+constexpr std::array<Reducer<T>, kMaxTermsInRegisters + 1> kReducers = {nullptr,
+                                                                        reduce_few<T, kOp, 1>,
+                                                                        reduce_few<T, kOp, 2>,
+                                                                        reduce_few<T, kOp, 3>,
+                                                                        reduce_few<T, kOp, 4>,
+                                                                        reduce_few<T, kOp, 5>,
+                                                                        reduce_few<T, kOp, 6>,
+                                                                        reduce_few<T, kOp, 7>,
+                                                                        reduce_few<T, kOp, 8>};
 
 // count <= kBlockElements.
 template <typename T, ReduceOp kOp>
@@ -118,7 +117,8 @@ bool is_reducible(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kF64 || dtype == DType::kI32 || dtype == DType::kI64;
 }
 
-void tree_reduce(DType dtype, ReduceOp op, const void* const* terms, int num_terms, int64_t count, void* out) {
+void tree_reduce(DType dtype, ReduceOp op, const void* const* terms, int num_terms, int64_t count,
+                 void* out) {
   require(num_terms >= 1, "a reduction tree needs at least one term, got ", num_terms);
   switch (dtype) {
     case DType::kF32:

@@ -44,14 +44,15 @@ const PolyremeCudaTable* load_table(CudaProbe& probe) {
   using TableFunction = const PolyremeCudaTable*();
   auto* function = reinterpret_cast<TableFunction*>(dlsym(handle, POLYREME_CUDA_TABLE_SYMBOL));
   if (function == nullptr) {
-    probe.message =
-        concat(probe.library, " is not polyreme's CUDA backend: ", dlerror_text(), "; install polyreme again");
+    probe.message = concat(probe.library, " is not polyreme's CUDA backend: ", dlerror_text(),
+                           "; install polyreme again");
     return nullptr;
   }
   const PolyremeCudaTable* table = function();
   if (table->version != POLYREME_CUDA_TABLE_VERSION || table->size_bytes != sizeof(PolyremeCudaTable)) {
-    probe.message = concat(probe.library, " is of another version of polyreme (table version ", table->version,
-                           ", expected ", POLYREME_CUDA_TABLE_VERSION, "); install polyreme again");
+    probe.message =
+        concat(probe.library, " is of another version of polyreme (table version ", table->version,
+               ", expected ", POLYREME_CUDA_TABLE_VERSION, "); install polyreme again");
     return nullptr;
   }
   probe.loaded = true;
@@ -65,8 +66,9 @@ std::string explain(const PolyremeCudaStatus& status, const CudaProbe& probe) {
     return concat("no NVIDIA driver was found; install one that supports CUDA ", needed,
                   " or later, and in a container allow access to the GPUs [", status.text, "]");
   if (status.code == kCudaErrorInsufficientDriver)
-    return concat("the NVIDIA driver supports CUDA ", version_text(probe.driver_version), ", this build needs ",
-                  needed, "; update the driver, or build polyreme with an older CUDA toolkit [", status.text, "]");
+    return concat("the NVIDIA driver supports CUDA ", version_text(probe.driver_version),
+                  ", this build needs ", needed,
+                  "; update the driver, or build polyreme with an older CUDA toolkit [", status.text, "]");
   if (status.code == kCudaErrorNoDevice) {
     const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
     const std::string cause = visible == nullptr ? "CUDA_VISIBLE_DEVICES is not set"

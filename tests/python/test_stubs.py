@@ -195,7 +195,7 @@ def test_every_argument_is_named() -> None:
         ),
         ("f(d: dict[str, int] = {}, *args, **kwargs) -> object", [("d=...", "*args", "**kwargs")]),
         (
-            "f(*args, **kwargs)\nOverloaded function.\n\n1. f(x: int) -> int\n\nOne.\n\n2. f(x: str, n: int = 1) -> int\n",
+            "f(*args, **kwargs)\nOverloaded function.\n\n1. f(x: int) -> int\n\nA.\n\n2. f(x: str, n: int = 1) -> int",
             [("x",), ("x", "n=...")],
         ),
     ],

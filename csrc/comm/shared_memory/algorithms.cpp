@@ -31,8 +31,8 @@ Range slice_of(int64_t bytes, int rank, int size) {
 
 // Reduces `bytes` bytes: this rank's term is `own`, those of the others lie at `offset` in their
 // staging.
-void reduce_from_staging(SharedGroup& group, const CollectiveCall& call, int slot, int64_t offset, int64_t bytes,
-                         const void* own, void* out, std::vector<const void*>& terms) {
+void reduce_from_staging(SharedGroup& group, const CollectiveCall& call, int slot, int64_t offset,
+                         int64_t bytes, const void* own, void* out, std::vector<const void*>& terms) {
   for (int r = 0; r < group.size(); ++r)
     terms[static_cast<size_t>(r)] = r == group.rank() ? own : group.staging(r, slot) + offset;
   tree_reduce(call.dtype, call.reduce, terms.data(), group.size(),
@@ -106,7 +106,8 @@ void run_reduce_scatter(SharedGroup& group, const CollectiveCall& call, const vo
     for (int r = 0; r < size; ++r)
       if (r != rank) copy_bytes(group.staging(rank, slot) + r * chunk, in + r * total + begin, length);
     group.meet();
-    reduce_from_staging(group, call, slot, rank * chunk, length, in + rank * total + begin, out + begin, terms);
+    reduce_from_staging(group, call, slot, rank * chunk, length, in + rank * total + begin, out + begin,
+                        terms);
   }
 }
 

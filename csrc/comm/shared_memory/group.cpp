@@ -94,20 +94,26 @@ void SharedGroup::introduce(SharedMemory& memory, int rank, const RankIdentity& 
   block.pid.store(identity.process.pid, std::memory_order_release);
 }
 
-SharedGroup::SharedGroup(std::shared_ptr<SharedMemory> memory, int rank, int size, int64_t chunk_bytes, Options options)
-    : memory_(std::move(memory)), rank_(rank), size_(size), options_(std::move(options)), self_(this_process()) {
+SharedGroup::SharedGroup(std::shared_ptr<SharedMemory> memory, int rank, int size, int64_t chunk_bytes,
+                         Options options)
+    : memory_(std::move(memory)),
+      rank_(rank),
+      size_(size),
+      options_(std::move(options)),
+      self_(this_process()) {
   const GroupBlock& header = group();
   const bool ours = memory_->size_bytes() >= sizeof(GroupBlock) && header.magic == kSegmentMagic;
-  require<CommError>(ours, "group '", options_.name, "', rank ", rank, ": the shared memory is not a group's segment");
+  require<CommError>(ours, "group '", options_.name, "', rank ", rank,
+                     ": the shared memory is not a group's segment");
   require<CommError>(header.version == kSegmentVersion, "group '", options_.name, "', rank ", rank,
                      ": the segment has version ", header.version, ", this library ", kSegmentVersion,
                      "; install the same version for all ranks");
   const int64_t expected_chunk = effective_chunk_bytes(size, chunk_bytes);
   if (header.size != size || header.chunk_bytes != expected_chunk ||
       static_cast<int64_t>(memory_->size_bytes()) < segment_bytes(size, chunk_bytes)) {
-    fail(FailureKind::kMismatch,
-         concat("rank ", rank, " has size ", size, " and chunk_bytes ", expected_chunk, ", the segment of rank 0 has ",
-                header.size, " and ", header.chunk_bytes, "; pass the same CommOptions on all ranks"));
+    fail(FailureKind::kMismatch, concat("rank ", rank, " has size ", size, " and chunk_bytes ",
+                                        expected_chunk, ", the segment of rank 0 has ", header.size, " and ",
+                                        header.chunk_bytes, "; pass the same CommOptions on all ranks"));
     throw_failure();
   }
   layout_ = SegmentLayout(size, expected_chunk);
@@ -148,8 +154,9 @@ void SharedGroup::begin(const CollectiveCall& call, std::chrono::milliseconds li
   limit_ = limit;
   throw_if_failed();
   if (call.sequence != sequence_of(mine().completed) + 1)
-    fail_and_throw(FailureKind::kPeerLost, concat(who(rank_), " skipped the call after ", mark_text(mine().completed),
-                                                  ": an earlier operation of its stream failed"));
+    fail_and_throw(FailureKind::kPeerLost,
+                   concat(who(rank_), " skipped the call after ", mark_text(mine().completed),
+                          ": an earlier operation of its stream failed"));
   mine().call[slot()] = call;
   opening_ = true;
 }
@@ -223,8 +230,9 @@ void SharedGroup::look_for_departed() {
     // In this order: a rank that came to this meeting and left afterwards is not missed.
     if (block(r).departed.load(std::memory_order_acquire) == 0) continue;
     if (block(r).arrived.load(std::memory_order_relaxed) >= meetings_) continue;
-    fail_and_throw(FailureKind::kPeerLost, concat(who(r), " left the group after ", mark_text(block(r).completed), ": ",
-                                                  block(r).departure_text));
+    fail_and_throw(FailureKind::kPeerLost,
+                   concat(who(r), " left the group after ", mark_text(block(r).completed), ": ",
+                          block(r).departure_text));
   }
 }
 
@@ -248,8 +256,8 @@ void SharedGroup::time_out() {
   look_for_dead();
   const std::vector<int> absent = missing();
   if (absent.empty()) return;  // they came this very moment
-  fail_and_throw(FailureKind::kTimeout,
-                 concat("waited ", static_cast<double>(limit_.count()) / 1000, " s for ", progress_text(absent)));
+  fail_and_throw(FailureKind::kTimeout, concat("waited ", static_cast<double>(limit_.count()) / 1000,
+                                               " s for ", progress_text(absent)));
 }
 
 std::string SharedGroup::mark_text(const std::atomic<uint64_t>& mark) {
@@ -279,7 +287,8 @@ void SharedGroup::compare_calls(int slot) {
   if (equal) return;
   std::vector<CollectiveCall> calls;
   for (int r = 0; r < size_; ++r) calls.push_back(block(r).call[slot]);
-  fail_and_throw(FailureKind::kMismatch, concat("the ranks called different collectives: ", mismatch_text(calls)));
+  fail_and_throw(FailureKind::kMismatch,
+                 concat("the ranks called different collectives: ", mismatch_text(calls)));
 }
 
 void SharedGroup::fail(FailureKind kind, const std::string& text) noexcept {
@@ -326,8 +335,8 @@ void SharedGroup::leave(const std::string& why) noexcept {
     const bool owes = sequence_of(mine().posted) > sequence_of(mine().completed);
     copy_text(mine().departure_text, sizeof(mine().departure_text), why);
     if (owes) {
-      fail(FailureKind::kPeerLost, concat(who(rank_), " left the group: ", why, " before ", mark_text(mine().posted),
-                                          " had run"));
+      fail(FailureKind::kPeerLost,
+           concat(who(rank_), " left the group: ", why, " before ", mark_text(mine().posted), " had run"));
     }
   } catch (const std::exception&) {
     fail(FailureKind::kPeerLost, "a rank left the group");  // out of memory for the text

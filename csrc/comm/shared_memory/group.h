@@ -91,7 +91,9 @@ class SharedGroup {
   std::string where() const;
 
  private:
-  static uint64_t sequence_of(const std::atomic<uint64_t>& mark) { return mark.load(std::memory_order_relaxed) >> 8; }
+  static uint64_t sequence_of(const std::atomic<uint64_t>& mark) {
+    return mark.load(std::memory_order_relaxed) >> 8;
+  }
   static std::string mark_text(const std::atomic<uint64_t>& mark);
 
   void* base() const { return memory_->address(); }

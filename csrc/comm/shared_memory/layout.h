@@ -73,9 +73,7 @@ class SegmentLayout {
   SegmentLayout(int size, int64_t chunk_bytes) : size_(size), chunk_bytes_(chunk_bytes) {}
 
   int64_t chunk_bytes() const { return chunk_bytes_; }
-  int64_t segment_bytes() const {
-    return results_begin() + int64_t{size_} * kNumSlots * result_bytes();
-  }
+  int64_t segment_bytes() const { return results_begin() + int64_t{size_} * kNumSlots * result_bytes(); }
   static GroupBlock& group(void* base) { return *static_cast<GroupBlock*>(base); }
   static RankBlock& rank_block(void* base, int rank) {
     return reinterpret_cast<RankBlock*>(static_cast<char*>(base) + kRanksBegin)[rank];

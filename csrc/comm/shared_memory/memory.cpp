@@ -30,8 +30,8 @@ class Mapping final : public SharedMemory {
 std::shared_ptr<SharedMemory> map_bytes(int fd, size_t size_bytes) {
   const int flags = (fd < 0 ? MAP_ANONYMOUS : 0) | MAP_SHARED | MAP_POPULATE;
   void* address = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
-  require<OutOfMemory>(address != MAP_FAILED, "cannot map ", size_bytes, " bytes of shared memory: ",
-                       std::strerror(errno), "; lower chunk_bytes");
+  require<OutOfMemory>(address != MAP_FAILED, "cannot map ", size_bytes,
+                       " bytes of shared memory: ", std::strerror(errno), "; lower chunk_bytes");
   return std::make_shared<Mapping>(address, size_bytes);
 }
 
@@ -79,9 +79,10 @@ std::string random_suffix() {
 class PosixSource final : public SharedMemorySource {
  public:
   explicit PosixSource(const std::string& job_id) : prefix_("/polyreme-" + job_id + "-") {
-    const bool valid = !job_id.empty() && job_id.size() <= 100 && std::all_of(job_id.begin(), job_id.end(), [](char c) {
-      return std::isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '_' || c == '-';
-    });
+    const bool valid =
+        !job_id.empty() && job_id.size() <= 100 && std::all_of(job_id.begin(), job_id.end(), [](char c) {
+          return std::isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '_' || c == '-';
+        });
     require(valid, "the job id '", job_id, "' is not 1 to 100 letters, digits, '.', '_' or '-'");
   }
 
@@ -105,12 +106,14 @@ class PosixSource final : public SharedMemorySource {
   }
 
   std::shared_ptr<SharedMemory> attach(const std::string& name) override {
-    require<CommError>(name.starts_with(prefix_), "shared memory ", name, " is not of this job (", prefix_, "...)");
+    require<CommError>(name.starts_with(prefix_), "shared memory ", name, " is not of this job (", prefix_,
+                       "...)");
     const OpenFile file{shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0)};
     require<CommError>(file.fd >= 0, "cannot open shared memory ", name, ": ", std::strerror(errno),
                        "; all ranks must run on one host and see one /dev/shm");
-    struct stat status{};
-    require<CommError>(fstat(file.fd, &status) == 0 && status.st_size > 0, "shared memory ", name, " is empty");
+    struct stat status {};
+    require<CommError>(fstat(file.fd, &status) == 0 && status.st_size > 0, "shared memory ", name,
+                       " is empty");
     return map_bytes(file.fd, static_cast<size_t>(status.st_size));
   }
 
@@ -118,12 +121,13 @@ class PosixSource final : public SharedMemorySource {
 
  private:
   static std::string full_text(int fd, size_t size_bytes, int error) {
-    struct statvfs status{};
+    struct statvfs status {};
     std::string free_text = "unknown";
     if (fstatvfs(fd, &status) == 0)
       free_text = concat(static_cast<uint64_t>(status.f_bavail) * status.f_frsize, " bytes");
-    return concat("cannot reserve ", size_bytes, " bytes of shared memory in /dev/shm: ", std::strerror(error), "; ",
-                  free_text, " are free. Lower chunk_bytes, or enlarge /dev/shm (docker run --shm-size, or ",
+    return concat("cannot reserve ", size_bytes,
+                  " bytes of shared memory in /dev/shm: ", std::strerror(error), "; ", free_text,
+                  " are free. Lower chunk_bytes, or enlarge /dev/shm (docker run --shm-size, or ",
                   "mount -o remount,size=... /dev/shm)");
   }
 

@@ -59,7 +59,7 @@ ProcessIdentity this_process() {
   ProcessIdentity self;
   self.pid = getpid();
   self.start_ticks = read_stat(self.pid).start_ticks;
-  struct stat status{};
+  struct stat status {};
   if (stat("/proc/self/ns/pid", &status) == 0) self.pid_namespace = status.st_ino;
   return self;
 }

@@ -36,8 +36,8 @@ struct PendingCall {
 
 class SharedWork final : public Work {
  public:
-  SharedWork(std::weak_ptr<SharedGroup> group, std::shared_ptr<PendingCall> pending, std::shared_ptr<Event> done,
-             Stream& stream)
+  SharedWork(std::weak_ptr<SharedGroup> group, std::shared_ptr<PendingCall> pending,
+             std::shared_ptr<Event> done, Stream& stream)
       : group_(std::move(group)), pending_(std::move(pending)), done_(std::move(done)), stream_(stream) {}
 
   void wait() override {
@@ -98,7 +98,8 @@ SingleUser::Guard::Guard(SingleUser& owner, const SharedGroup& group) : user_(ow
           ": concurrent use by two threads; give each thread a group of its own (split)");
 }
 
-SharedCommunicator::SharedCommunicator(std::shared_ptr<SharedGroup> group, std::shared_ptr<SharedMemorySource> source,
+SharedCommunicator::SharedCommunicator(std::shared_ptr<SharedGroup> group,
+                                       std::shared_ptr<SharedMemorySource> source,
                                        std::shared_ptr<IssueOrder> order, int64_t chunk_bytes)
     : group_(std::move(group)),
       source_(std::move(source)),
@@ -129,9 +130,10 @@ std::unique_ptr<Work> SharedCommunicator::issue(CollectiveCall call, std::vector
   order_->put_before(stream);
   const uint64_t before = group_->post(call);
   try {
-    cpu_stream.enqueue(info, std::move(accesses), [group = group_, pending, run = std::move(run)](const CpuContext&) {
-      pending->execute(*group, run);
-    });
+    cpu_stream.enqueue(info, std::move(accesses),
+                       [group = group_, pending, run = std::move(run)](const CpuContext&) {
+                         pending->execute(*group, run);
+                       });
   } catch (...) {
     group_->withdraw(before);  // the device refused it: it was never issued
     throw;
@@ -146,28 +148,29 @@ std::unique_ptr<Work> SharedCommunicator::issue(CollectiveCall call, std::vector
 std::unique_ptr<Work> SharedCommunicator::all_reduce(const Tensor& data, ReduceOp op, Stream& stream) {
   const SingleUser::Guard guard(single_user_, *group_);
   void* address = data.defined() ? data.raw_address() : nullptr;
-  return issue(check_all_reduce(data, op), {}, {data}, stream, [address](SharedGroup& group, const CollectiveCall& call) {
-    run_all_reduce(group, call, address);
-  });
+  return issue(
+      check_all_reduce(data, op), {}, {data}, stream,
+      [address](SharedGroup& group, const CollectiveCall& call) { run_all_reduce(group, call, address); });
 }
 
-std::unique_ptr<Work> SharedCommunicator::reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op,
-                                                         Stream& stream) {
+std::unique_ptr<Work> SharedCommunicator::reduce_scatter(const Tensor& input, const Tensor& output,
+                                                         ReduceOp op, Stream& stream) {
   const SingleUser::Guard guard(single_user_, *group_);
   const CollectiveCall call = check_reduce_scatter(input, output, op, rank(), size());
-  return issue(call, {input}, {output}, stream,
-               [from = input.raw_address(), to = output.raw_address()](SharedGroup& group, const CollectiveCall& issued) {
-                 run_reduce_scatter(group, issued, from, to);
-               });
+  return issue(
+      call, {input}, {output}, stream,
+      [from = input.raw_address(), to = output.raw_address()](
+          SharedGroup& group, const CollectiveCall& issued) { run_reduce_scatter(group, issued, from, to); });
 }
 
-std::unique_ptr<Work> SharedCommunicator::all_gather(const Tensor& input, const Tensor& output, Stream& stream) {
+std::unique_ptr<Work> SharedCommunicator::all_gather(const Tensor& input, const Tensor& output,
+                                                     Stream& stream) {
   const SingleUser::Guard guard(single_user_, *group_);
   const CollectiveCall call = check_all_gather(input, output, rank(), size());
-  return issue(call, {input}, {output}, stream,
-               [from = input.raw_address(), to = output.raw_address()](SharedGroup& group, const CollectiveCall& issued) {
-                 run_all_gather(group, issued, from, to);
-               });
+  return issue(
+      call, {input}, {output}, stream,
+      [from = input.raw_address(), to = output.raw_address()](
+          SharedGroup& group, const CollectiveCall& issued) { run_all_gather(group, issued, from, to); });
 }
 
 std::unique_ptr<Work> SharedCommunicator::broadcast(const Tensor& data, int root, Stream& stream) {

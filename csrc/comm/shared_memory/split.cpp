@@ -35,7 +35,8 @@ std::vector<Note> exchange(SharedGroup& group, const Note& note) {
   std::memcpy(group.note(group.rank(), slot), &note, sizeof(note));
   group.meet();
   std::vector<Note> notes(static_cast<size_t>(group.size()));
-  for (int r = 0; r < group.size(); ++r) std::memcpy(&notes[static_cast<size_t>(r)], group.note(r, slot), sizeof(note));
+  for (int r = 0; r < group.size(); ++r)
+    std::memcpy(&notes[static_cast<size_t>(r)], group.note(r, slot), sizeof(note));
   return notes;
 }
 
@@ -58,8 +59,8 @@ std::string name_conflict(const std::vector<Wish>& wishes, const std::map<int, s
       const char* first = wishes[static_cast<size_t>(ranks.front())].name;
       const char* other = wishes[static_cast<size_t>(r)].name;
       if (std::strcmp(first, other) != 0)
-        return concat("split: the group of color ", color, " is '", first, "' on rank ", ranks.front(), " and '", other,
-                      "' on rank ", r);
+        return concat("split: the group of color ", color, " is '", first, "' on rank ", ranks.front(),
+                      " and '", other, "' on rank ", r);
     }
   return {};
 }
@@ -68,8 +69,9 @@ std::string name_conflict(const std::vector<Wish>& wishes, const std::map<int, s
 
 std::unique_ptr<Communicator> SharedCommunicator::split(int color, int key, const std::string& name) {
   const SingleUser::Guard guard(single_user_, *group_);
-  require(name.size() <= kMaxNameBytes && name.find('\0') == std::string::npos, "split: the name of a group has at most ",
-          kMaxNameBytes, " characters, none of them NUL; got ", name.size());
+  require(name.size() <= kMaxNameBytes && name.find('\0') == std::string::npos,
+          "split: the name of a group has at most ", kMaxNameBytes, " characters, none of them NUL; got ",
+          name.size());
   std::unique_ptr<Communicator> child;
   std::exception_ptr no_memory;
   run_on_host(CollectiveOp::kSplit, group_->options().timeout, [&] {
@@ -129,7 +131,8 @@ std::unique_ptr<Communicator> SharedCommunicator::split_members(int color, int k
 
   const std::vector<Offer> offers = exchange(*group_, offer);
   for (size_t r = 0; r < offers.size(); ++r) {
-    const std::string text = concat(group_->where(), ": ", group_->who(static_cast<int>(r)), ": ", offers[r].text);
+    const std::string text =
+        concat(group_->where(), ": ", group_->who(static_cast<int>(r)), ": ", offers[r].text);
     require<OutOfMemory>(offers[r].outcome != Offer::Outcome::kOutOfMemory, text);
     require<CommError>(offers[r].outcome != Offer::Outcome::kFailed, text);
   }
@@ -138,9 +141,11 @@ std::unique_ptr<Communicator> SharedCommunicator::split_members(int color, int k
 }
 
 std::unique_ptr<Communicator> SharedCommunicator::join_child(const std::string& segment_name,
-                                                             const std::vector<int>& members, const std::string& name) {
+                                                             const std::vector<int>& members,
+                                                             const std::string& name) {
   const int size = static_cast<int>(members.size());
-  const int child_rank = static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
+  const int child_rank =
+      static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
   auto child_group = std::make_shared<SharedGroup>(
       source_->attach(segment_name), child_rank, size, chunk_bytes_,
       SharedGroup::Options{name, group_->options().timeout, group_->oversubscribed()});

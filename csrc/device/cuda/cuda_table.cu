@@ -75,8 +75,8 @@ PolyremeCudaStatus self_test(int32_t index) {
   for (uint32_t i = 0; i < kSelfTestThreads; ++i) {
     if (words[i] == expected_word(i)) continue;
     PolyremeCudaStatus status{kWrongResult, ""};
-    std::snprintf(status.text, sizeof status.text, "a test kernel wrote 0x%08x at element %u; expected 0x%08x",
-                  words[i], i, expected_word(i));
+    std::snprintf(status.text, sizeof status.text,
+                  "a test kernel wrote 0x%08x at element %u; expected 0x%08x", words[i], i, expected_word(i));
     return status;
   }
   return status_of(cudaSuccess);

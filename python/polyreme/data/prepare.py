@@ -39,11 +39,11 @@ BYTE_VOCAB_SIZE = 257
 _CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Corpus:
     """The documents found below the given paths, in the order of the token file.
 
-    Pass every field by name. documents: (path, size in bytes). skipped_*: files left out.
+    documents: (path, size in bytes). skipped_*: files left out.
     """
 
     documents: tuple[tuple[str, int], ...]
@@ -62,9 +62,9 @@ class Corpus:
         return self.skipped_binary + self.skipped_empty + self.skipped_unreadable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What `prepare_bytes` has written. Pass every field by name. val is None without a split."""
+    """What `prepare_bytes` has written. val is None without a split."""
 
     train: TokenFileInfo
     val: TokenFileInfo | None

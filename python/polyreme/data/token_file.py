@@ -41,9 +41,9 @@ class TokenFileError(ValueError):
     """Input that cannot become a token file, or a file that is none; says what to do."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TokenFileInfo:
-    """The header of a token file. Pass every field by name.
+    """The header of a token file.
 
     dtype: `uint16` or `uint32`. crc32: of the tokens' bytes. size_bytes: of the whole file.
     """

@@ -14,9 +14,9 @@ class LaunchError(ValueError):
     """A launch that cannot be started as asked: what was given, and the remedy."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LaunchConfig:
-    """One launch. Times are in seconds. Pass every field by name.
+    """One launch. Times are in seconds.
 
     command: the script and its arguments, or the module and its arguments with `module`.
     port: of the store on 127.0.0.1; 0 takes a free one.

@@ -25,9 +25,9 @@ _RANK_VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """What all ranks of one launch share. Pass every field by name.
+    """What all ranks of one launch share.
 
     secret: 32 random bytes in hex; admits a connection to the job. Never print it.
     """
@@ -42,7 +42,7 @@ class JobSettings:
         return f"JobSettings(num_ranks={self.num_ranks}, port={self.port}, job_id={self.job_id!r})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CpuPlan:
     """CPUs of each rank, or no binding (None), and the threads that each rank may start."""
 

@@ -10,9 +10,9 @@ from . import supervisor
 from .supervisor import RankEnd
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What the launcher knows of a rank beside its end. Pass every field by name.
+    """What the launcher knows of a rank beside its end.
 
     oom_kills: processes of the control group that the out-of-memory killer ended meanwhile.
     tail: last lines of its stderr (of its terminal, where it had one).
@@ -24,9 +24,9 @@ class RankFacts:
     tail: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LaunchResult:
-    """What came of a launch. Pass every field by name. Times in seconds since its start."""
+    """What came of a launch. Times in seconds since its start."""
 
     exit_code: int
     seconds: float

@@ -33,9 +33,9 @@ EARLY_EXIT = "early_exit"  # code 0 while others went on, and exit_grace_s has p
 ABANDONED = "abandoned"  # did not even end by SIGKILL
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankEnd:
-    """How one rank ended. Pass every field by name.
+    """How one rank ended.
 
     code: None for an abandoned rank. at: seconds since the start of the launch.
     """

@@ -16,7 +16,9 @@ std::filesystem::path scratch_file(const std::string& name) {
   return std::filesystem::temp_directory_path() / (std::to_string(getpid()) + "_" + name);
 }
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
 TEST(CudaLoader, LooksBesideTheProgram) {
   const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe");
@@ -76,7 +78,8 @@ TEST_F(BuiltCuda, WithoutADriverSaysSo) {
   ASSERT_TRUE(probe.loaded) << probe.message;
   if (probe.driver_version != 0) GTEST_SKIP() << "this machine has an NVIDIA driver";
   EXPECT_TRUE(probe.devices.empty());
-  EXPECT_TRUE(contains(probe.message, "no NVIDIA driver was found; install one that supports CUDA")) << probe.message;
+  EXPECT_TRUE(contains(probe.message, "no NVIDIA driver was found; install one that supports CUDA"))
+      << probe.message;
   EXPECT_TRUE(contains(probe.message, "cudaErrorInsufficientDriver (35)")) << probe.message;
 }
 

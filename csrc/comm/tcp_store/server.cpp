@@ -1,0 +1,243 @@
+#include "comm/tcp_store/server.h"
+
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/error.h"
+
+namespace polyreme {
+namespace {
+
+using store_wire::Operation;
+using store_wire::Request;
+using store_wire::Status;
+using Clock = std::chrono::steady_clock;
+
+// A stranger costs at most a greeting's bytes for this long, and there are at most so many of them.
+constexpr auto kGreetingLimit = std::chrono::seconds(10);
+constexpr int kMaxStrangers = 1024;
+constexpr size_t kMaxStoredBytes = size_t{256} << 20;
+// Answers that a client does not fetch.
+constexpr size_t kMaxOutputBytes = 2 * store_wire::kMaxFrameBytes;
+constexpr size_t kReceiveBytes = size_t{64} << 10;
+
+}  // namespace
+
+StoreServer::StoreServer(FileDescriptor listener, std::string secret)
+    : listener_(std::move(listener)),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      secret_(std::move(secret)) {
+  require<CommError>(static_cast<bool>(wake_), "eventfd: ", std::strerror(errno));
+  thread_ = std::thread([this] { serve(); });
+}
+
+StoreServer::~StoreServer() {
+  stopping_.store(true);
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
+  thread_.join();
+}
+
+void StoreServer::serve() {
+  std::vector<pollfd> polled;
+  std::vector<Connection*> owners;
+  while (!stopping_.load()) {
+    try {
+      serve_round(polled, owners);
+    } catch (const std::exception&) {  // out of memory: what is there goes on, newcomers wait
+      accept_again_ = Clock::now() + std::chrono::milliseconds(200);
+    }
+  }
+}
+
+void StoreServer::serve_round(std::vector<pollfd>& polled, std::vector<Connection*>& owners) {
+  const bool accepts = Clock::now() >= accept_again_ && num_strangers_ < kMaxStrangers;
+  polled.assign({{wake_.get(), POLLIN, 0}, {accepts ? listener_.get() : -1, POLLIN, 0}});
+  owners.clear();
+  for (Connection& connection : connections_) {
+    const auto events = static_cast<short>(POLLIN | (connection.output.empty() ? 0 : POLLOUT));
+    polled.push_back({connection.socket.get(), events, 0});
+    owners.push_back(&connection);
+  }
+  // Greetings that take too long, and accepting after a shortage, need no better clock than this.
+  const bool timed = num_strangers_ > 0 || !accepts;
+  if (poll(polled.data(), polled.size(), timed ? 100 : -1) < 0) return;  // EINTR
+  for (size_t i = 0; i < owners.size(); ++i) {
+    const short ready = polled[i + 2].revents;
+    if ((ready & POLLOUT) != 0) flush(*owners[i]);
+    if ((ready & ~POLLOUT) != 0 && !owners[i]->doomed) receive(*owners[i]);
+  }
+  if (polled[1].revents != 0) accept_all();
+  const Deadline now = Clock::now();
+  std::erase_if(connections_, [&](const Connection& connection) {
+    const bool stranger = connection.stage != Stage::kAdmitted;
+    const bool gone = connection.doomed || (stranger && now >= connection.greeting_deadline);
+    if (gone && stranger) --num_strangers_;
+    return gone;
+  });
+}
+
+void StoreServer::accept_all() {
+  while (num_strangers_ < kMaxStrangers) {
+    FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket) {
+      // Out of file descriptors: the request stays in the queue, so look again later, not at once.
+      if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)
+        accept_again_ = Clock::now() + std::chrono::milliseconds(200);
+      if (errno != ECONNABORTED && errno != EINTR) return;
+      continue;
+    }
+    set_connection_options(socket);
+    Connection& connection = connections_.emplace_back();
+    connection.socket = std::move(socket);
+    connection.greeting_deadline = Clock::now() + kGreetingLimit;
+    ++num_strangers_;
+  }
+}
+
+void StoreServer::receive(Connection& connection) {
+  const size_t before = connection.input.size();
+  // A stranger gets no more room than its greeting takes.
+  const size_t most = connection.stage == Stage::kHello   ? store_wire::kHelloBytes - before
+                      : connection.stage == Stage::kProof ? store_wire::kProofBytes - before
+                                                          : kReceiveBytes;
+  connection.input.resize(before + most);
+  const ssize_t received = recv(connection.socket.get(), connection.input.data() + before, most, 0);
+  const int error = errno;
+  connection.input.resize(before + static_cast<size_t>(std::max<ssize_t>(received, 0)));
+  if (received > 0) {
+    if (connection.stage == Stage::kAdmitted) {
+      take_requests(connection);
+    } else {
+      greet(connection);
+    }
+  } else if (received == 0 || (error != EAGAIN && error != EWOULDBLOCK && error != EINTR)) {
+    connection.doomed = true;
+  }
+}
+
+void StoreServer::greet(Connection& connection) {
+  std::string& input = connection.input;
+  if (connection.stage == Stage::kHello) {
+    if (!store_wire::may_be_hello(input)) return drop_malformed(connection);
+    if (input.size() < store_wire::kHelloBytes) return;
+    const store_wire::Hello hello = store_wire::decode_hello(input);
+    input.clear();
+    connection.client_nonce = hello.nonce;
+    connection.own_nonce = store_wire::make_nonce();
+    connection.output = store_wire::encode_hello(connection.own_nonce);
+    connection.stage = Stage::kProof;
+    flush(connection);
+    if (hello.version != store_wire::kVersion) drop_malformed(connection);  // its sender can tell by ours
+    return;
+  }
+  if (input.size() < store_wire::kProofBytes) return;
+  Digest shown;
+  std::copy(input.begin(), input.end(), shown.begin());
+  input.clear();
+  const Digest expected = store_wire::proof(secret_, "client", connection.client_nonce, connection.own_nonce);
+  if (!equal_in_constant_time(shown, expected)) {
+    num_refused_.fetch_add(1, std::memory_order_relaxed);
+    connection.doomed = true;
+    return;
+  }
+  const Digest own = store_wire::proof(secret_, "server", connection.client_nonce, connection.own_nonce);
+  connection.output.append(own.begin(), own.end());
+  connection.stage = Stage::kAdmitted;
+  --num_strangers_;
+  flush(connection);
+}
+
+void StoreServer::take_requests(Connection& connection) {
+  bool malformed = false;
+  while (!connection.doomed) {
+    const auto payload = store_wire::take_frame(connection.input, malformed);
+    if (malformed) return drop_malformed(connection);
+    if (!payload) return;
+    const auto request = store_wire::decode_request(*payload);
+    if (!request) return drop_malformed(connection);
+    answer(connection, *request);
+  }
+}
+
+void StoreServer::answer(Connection& connection, const Request& request) {
+  const auto found = values_.find(request.key);
+  switch (request.operation) {
+    case Operation::kSet:
+      return reply(connection, store_value(request.key, request.value) ? Status::kOk : Status::kFull,
+                   request.id, "");
+    case Operation::kGet:
+      if (connection.waits) return drop_malformed(connection);
+      if (found != values_.end()) return reply(connection, Status::kOk, request.id, found->second);
+      connection.waits = true;
+      connection.wanted = request.key;
+      connection.wanted_id = request.id;
+      return;
+    case Operation::kTryGet:
+      if (found == values_.end()) return reply(connection, Status::kMissing, request.id, "");
+      return reply(connection, Status::kOk, request.id, found->second);
+    case Operation::kAdd: {
+      const auto amount = store_wire::parse_number(request.value);
+      const auto old =
+          found == values_.end() ? std::optional<int64_t>(0) : store_wire::parse_number(found->second);
+      int64_t sum = 0;
+      if (!amount || !old || __builtin_add_overflow(*old, *amount, &sum))
+        return reply(connection, Status::kNotANumber, request.id, "");
+      const std::string text = std::to_string(sum);
+      return reply(connection, store_value(request.key, text) ? Status::kOk : Status::kFull, request.id,
+                   text);
+    }
+    case Operation::kCancel:
+      if (!connection.waits || connection.wanted_id != request.id) return;  // the answer is on its way
+      connection.waits = false;
+      return reply(connection, Status::kCancelled, request.id, "");
+  }
+}
+
+// False if the store is full. Otherwise whoever waits for the key gets it.
+bool StoreServer::store_value(const std::string& key, std::string value) {
+  const auto found = values_.find(key);
+  const size_t old_bytes = found == values_.end() ? 0 : key.size() + found->second.size();
+  const size_t new_bytes = stored_bytes_ - old_bytes + key.size() + value.size();
+  if (new_bytes > kMaxStoredBytes) return false;
+  stored_bytes_ = new_bytes;
+  const std::string& stored = values_[key] = std::move(value);
+  for (Connection& connection : connections_) {
+    if (!connection.waits || connection.wanted != key) continue;
+    connection.waits = false;
+    reply(connection, Status::kOk, connection.wanted_id, stored);
+  }
+  return true;
+}
+
+void StoreServer::reply(Connection& connection, Status status, uint32_t id, const std::string& value) {
+  connection.output += store_wire::encode(store_wire::Reply{status, id, value});
+  flush(connection);
+  if (connection.output.size() > kMaxOutputBytes) drop_malformed(connection);
+}
+
+void StoreServer::flush(Connection& connection) {
+  while (!connection.output.empty() && !connection.doomed) {
+    const ssize_t sent =
+        send(connection.socket.get(), connection.output.data(), connection.output.size(), MSG_NOSIGNAL);
+    if (sent > 0) {
+      connection.output.erase(0, static_cast<size_t>(sent));
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      return;
+    } else if (errno != EINTR) {
+      connection.doomed = true;
+    }
+  }
+}
+
+void StoreServer::drop_malformed(Connection& connection) {
+  num_malformed_.fetch_add(1, std::memory_order_relaxed);
+  connection.doomed = true;
+}
+
+}  // namespace polyreme

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <poll.h>
+
+#include <atomic>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/tcp_store/socket.h"
+#include "comm/tcp_store/wire.h"
+
+namespace polyreme {
+
+// The serving side of TcpStore: one thread, one poll loop, which alone touches everything but the
+// counters.
+class StoreServer {
+ public:
+  StoreServer(FileDescriptor listener, std::string secret);
+  ~StoreServer();  // closes all connections
+  StoreServer(const StoreServer&) = delete;
+  StoreServer& operator=(const StoreServer&) = delete;
+
+  int64_t num_refused() const { return num_refused_.load(std::memory_order_relaxed); }
+  int64_t num_malformed() const { return num_malformed_.load(std::memory_order_relaxed); }
+
+ private:
+  enum class Stage { kHello, kProof, kAdmitted };
+  struct Connection {
+    FileDescriptor socket;
+    Stage stage = Stage::kHello;
+    Deadline greeting_deadline;
+    std::string client_nonce, own_nonce;
+    std::string input, output;
+    bool waits = false;  // a kGet for `wanted` is open
+    uint32_t wanted_id = 0;
+    std::string wanted;
+    bool doomed = false;  // closed at the end of the round
+  };
+
+  void serve();
+  void serve_round(std::vector<pollfd>& polled, std::vector<Connection*>& owners);
+  void accept_all();
+  void receive(Connection& connection);
+  void greet(Connection& connection);
+  void take_requests(Connection& connection);
+  void answer(Connection& connection, const store_wire::Request& request);
+  void reply(Connection& connection, store_wire::Status status, uint32_t id, const std::string& value);
+  void flush(Connection& connection);
+  bool store_value(const std::string& key, std::string value);
+  void drop_malformed(Connection& connection);
+
+  FileDescriptor listener_;
+  FileDescriptor wake_;
+  std::string secret_;
+  std::list<Connection> connections_;  // stable addresses
+  int num_strangers_ = 0;              // not admitted yet
+  Deadline accept_again_{};
+  std::map<std::string, std::string> values_;
+  size_t stored_bytes_ = 0;
+  std::atomic<int64_t> num_refused_{0}, num_malformed_{0};
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+};
+
+}  // namespace polyreme

@@ -1,0 +1,186 @@
+#include "comm/tcp_store/socket.h"
+
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <thread>
+
+#include "base/error.h"
+
+namespace polyreme {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+
+AddressList resolve(const std::string& host, int port, int flags) {
+  require(port >= 0 && port <= 65535, "port ", port, " is not 0 to 65535");
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
+  require<CommError>(error == 0, "cannot resolve host '", host, "': ", gai_strerror(error),
+                     "; check MASTER_ADDR and the name service");
+  return {found, freeaddrinfo};
+}
+
+std::string address_text(const addrinfo& address) {
+  std::array<char, NI_MAXHOST> host{};
+  std::array<char, NI_MAXSERV> port{};
+  if (getnameinfo(address.ai_addr, address.ai_addrlen, host.data(), host.size(), port.data(), port.size(),
+                  NI_NUMERICHOST | NI_NUMERICSERV) != 0)
+    return "unknown address";
+  const bool is_v6 = address.ai_family == AF_INET6;
+  return concat(is_v6 ? "[" : "", host.data(), is_v6 ? "]" : "", ":", port.data());
+}
+
+FileDescriptor open_socket(const addrinfo& address) {
+  return FileDescriptor(socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+}
+
+// False at the deadline.
+bool wait_ready(int fd, short events, Deadline deadline) {
+  while (true) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    pollfd entry{fd, events, 0};
+    const int ready = poll(&entry, 1, static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000)));
+    if (ready > 0) return true;
+    if (ready == 0 && Clock::now() >= deadline) return false;
+    if (ready < 0 && errno != EINTR) return false;
+  }
+}
+
+// 0, or the reason as errno.
+int try_connect(const FileDescriptor& fd, const addrinfo& address, Deadline deadline) {
+  if (!fd) return errno;
+  if (connect(fd.get(), address.ai_addr, address.ai_addrlen) == 0) return 0;
+  if (errno != EINPROGRESS) return errno;
+  if (!wait_ready(fd.get(), POLLOUT, deadline)) return ETIMEDOUT;
+  int error = 0;
+  socklen_t length = sizeof(error);
+  getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
+  return error;
+}
+
+}  // namespace
+
+FileDescriptor::~FileDescriptor() {
+  if (fd_ >= 0) close(fd_);
+}
+
+FileDescriptor listen_on(const std::string& host, int port) {
+  const AddressList addresses = resolve(host, port, AI_PASSIVE);
+  std::string problems;
+  for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    FileDescriptor fd = open_socket(*address);
+    const int on = 1;
+    // So that the port of a job that just ended can be used again; Linux still refuses a port on
+    // which somebody listens.
+    if (fd) setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    if (fd && bind(fd.get(), address->ai_addr, address->ai_addrlen) == 0 && listen(fd.get(), 4096) == 0)
+      return fd;
+    problems += concat(problems.empty() ? "" : "; ", address_text(*address), ": ", std::strerror(errno));
+  }
+  throw CommError(concat("rank 0 cannot open the store at ", host, ":", port, " (", problems,
+                         "); choose another MASTER_PORT, and for MASTER_ADDR an address of this host"));
+}
+
+FileDescriptor adopt_listener(int fd) {
+  int listening = 0;
+  socklen_t length = sizeof(listening);
+  const bool ok = getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &length) == 0 && listening != 0;
+  require(ok, "file descriptor ", fd,
+          " is not a listening socket; POLYREME_STORE_FD must name the one that the ", "launcher opened");
+  FileDescriptor socket(fd);
+  require<CommError>(
+      fcntl(fd, F_SETFD, FD_CLOEXEC) == 0 && fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK) == 0,
+      "fcntl of the store's socket: ", std::strerror(errno));
+  return socket;
+}
+
+int port_of(const FileDescriptor& socket) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof(address);
+  if (getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &length) != 0) return 0;
+  if (address.ss_family == AF_INET) return ntohs(reinterpret_cast<const sockaddr_in&>(address).sin_port);
+  if (address.ss_family == AF_INET6) return ntohs(reinterpret_cast<const sockaddr_in6&>(address).sin6_port);
+  return 0;
+}
+
+void set_connection_options(const FileDescriptor& socket) {
+  const int on = 1;
+  const unsigned silent_ms = 10'000;
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  setsockopt(socket.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &silent_ms, sizeof(silent_ms));
+}
+
+FileDescriptor dial(const std::string& host, int port, std::chrono::milliseconds limit) {
+  const Deadline deadline = Clock::now() + limit;
+  const AddressList addresses = resolve(host, port, 0);
+  std::map<std::string, int> answers;
+  do {
+    for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
+      FileDescriptor fd = open_socket(*address);
+      const int error = try_connect(fd, *address, deadline);
+      if (error == 0) {
+        set_connection_options(fd);
+        return fd;
+      }
+      answers[address_text(*address)] = error;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  } while (Clock::now() < deadline);
+  std::string tried;
+  for (const auto& [address, error] : answers)
+    tried += concat(tried.empty() ? "" : "; ", address, ": ", std::strerror(error));
+  throw Timeout(concat("no store at ", host, ":", port, " within ", static_cast<double>(limit.count()) / 1000,
+                       " s (tried ", tried, "); did rank 0 start, and can this host reach it?"));
+}
+
+Transfer send_all(const FileDescriptor& socket, std::string_view bytes, Deadline deadline) {
+  while (!bytes.empty()) {
+    const ssize_t sent = send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    if (sent > 0) {
+      bytes.remove_prefix(static_cast<size_t>(sent));
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      if (!wait_ready(socket.get(), POLLOUT, deadline)) return Transfer::kTimeout;
+    } else if (errno != EINTR) {
+      return Transfer::kClosed;
+    }
+  }
+  return Transfer::kDone;
+}
+
+Transfer receive_some(const FileDescriptor& socket, std::string& buffer, size_t most, Deadline deadline) {
+  const size_t before = buffer.size();
+  buffer.resize(before + most);
+  while (true) {
+    const ssize_t received = recv(socket.get(), buffer.data() + before, most, 0);
+    const int error = errno;
+    if (received > 0) {
+      buffer.resize(before + static_cast<size_t>(received));
+      return Transfer::kDone;
+    }
+    const bool would_block = received < 0 && (error == EAGAIN || error == EWOULDBLOCK);
+    if (would_block && wait_ready(socket.get(), POLLIN, deadline)) continue;
+    if (received < 0 && error == EINTR) continue;
+    buffer.resize(before);
+    return would_block ? Transfer::kTimeout : Transfer::kClosed;
+  }
+}
+
+}  // namespace polyreme

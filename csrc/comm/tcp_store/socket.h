@@ -1,0 +1,52 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace polyreme {
+
+// An open file descriptor. Closed with its owner.
+class FileDescriptor {
+ public:
+  FileDescriptor() = default;
+  explicit FileDescriptor(int fd) : fd_(fd) {}
+  FileDescriptor(FileDescriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~FileDescriptor();
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+// CLOCK_MONOTONIC: a change of the wall clock moves no deadline.
+using Deadline = std::chrono::steady_clock::time_point;
+
+// All sockets are non-blocking and closed on exec.
+
+// A listening socket on `host`:`port` and nowhere else. Throws CommError naming both.
+FileDescriptor listen_on(const std::string& host, int port);
+// Takes over a listening socket. Throws InvalidArgument if `fd` is none.
+FileDescriptor adopt_listener(int fd);
+int port_of(const FileDescriptor& socket);
+// Without a delay for small messages; a peer that stopped answering is an error after 10 s.
+void set_connection_options(const FileDescriptor& socket);
+
+// Retries all addresses of `host` until somebody accepts. Throws Timeout naming the addresses and
+// what they answered, CommError if the name has none.
+FileDescriptor dial(const std::string& host, int port, std::chrono::milliseconds limit);
+
+enum class Transfer { kDone, kClosed, kTimeout };
+// Sends all of `bytes`.
+Transfer send_all(const FileDescriptor& socket, std::string_view bytes, Deadline deadline);
+// Appends what comes to `buffer`: at least one byte, at most `most`.
+Transfer receive_some(const FileDescriptor& socket, std::string& buffer, size_t most, Deadline deadline);
+
+}  // namespace polyreme

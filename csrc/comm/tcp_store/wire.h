@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "comm/tcp_store/sha256.h"
+
+// What goes over the wire between a store and its clients. Integers are little-endian.
+//
+//   client: Hello         magic, version, nonce
+//   store:  Hello         magic, version, nonce
+//   client: proof         HMAC(secret, "client" nonce_client nonce_store)
+//   store:  proof         HMAC(secret, "server" nonce_client nonce_store), or it closes
+//   client: requests      u32 bytes | u8 operation | u32 id | u32 key bytes | key | value
+//   store:  replies       u32 bytes | u8 status | u32 id | value
+//
+// A client has one request open, except that kCancel follows a kGet with the same id: the store
+// then answers that id at once, if it has not done so already.
+
+namespace polyreme::store_wire {
+
+inline constexpr uint32_t kVersion = 1;
+inline constexpr size_t kMagicBytes = 8;
+inline constexpr char kMagic[kMagicBytes + 1] = "PLYSTORE";
+inline constexpr size_t kNonceBytes = 16;
+inline constexpr size_t kHelloBytes = kMagicBytes + 4 + kNonceBytes;
+inline constexpr size_t kProofBytes = 32;
+
+inline constexpr size_t kMaxKeyBytes = size_t{1} << 10;
+inline constexpr size_t kMaxValueBytes = size_t{1} << 20;
+inline constexpr size_t kRequestHeadBytes = 1 + 4 + 4;
+inline constexpr size_t kReplyHeadBytes = 1 + 4;
+inline constexpr size_t kMaxFrameBytes = kRequestHeadBytes + kMaxKeyBytes + kMaxValueBytes;
+
+enum class Operation : uint8_t { kSet = 1, kGet = 2, kTryGet = 3, kAdd = 4, kCancel = 5 };
+enum class Status : uint8_t { kOk = 1, kMissing = 2, kCancelled = 3, kNotANumber = 4, kFull = 5 };
+
+struct Request {
+  Operation operation;
+  uint32_t id;
+  std::string key;
+  std::string value;  // of kAdd: the amount in decimal
+};
+struct Reply {
+  Status status;
+  uint32_t id;
+  std::string value;
+};
+
+std::string make_nonce();
+std::string encode_hello(const std::string& nonce);
+struct Hello {
+  uint32_t version;
+  std::string nonce;
+};
+// Nothing unless `bytes`, at most kHelloBytes of them, start with the magic as far as they go; for
+// kHelloBytes bytes, the rest as well.
+bool may_be_hello(std::string_view bytes);
+Hello decode_hello(std::string_view bytes);
+Digest proof(const std::string& secret, const char* side, const std::string& client_nonce,
+             const std::string& store_nonce);
+
+std::string encode(const Request& request);
+std::string encode(const Reply& reply);
+
+// Takes one frame off the front of `buffer`: its payload, or nothing while it is incomplete.
+// `malformed` is set if the announced length is impossible.
+std::optional<std::string> take_frame(std::string& buffer, bool& malformed);
+// Nothing if the payload is malformed.
+std::optional<Request> decode_request(std::string_view payload);
+std::optional<Reply> decode_reply(std::string_view payload);
+
+// A whole decimal number.
+std::optional<int64_t> parse_number(std::string_view text);
+
+}  // namespace polyreme::store_wire

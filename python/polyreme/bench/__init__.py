@@ -1,0 +1,1 @@
+"""Measurements against named rivals, as ratios taken in one run."""

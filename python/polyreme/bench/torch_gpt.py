@@ -1,0 +1,92 @@
+"""The same GPT in PyTorch, as one would write it there: the rival of `bench step`.
+
+Needs PyTorch, which is imported here and nowhere else in the package but in bench/gemm.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..models import GPT
+
+__all__ = ["TorchGPT", "load_weights"]
+
+
+class _Attention(nn.Module):
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.heads = model.heads
+        self.qkv = nn.Linear(model.hidden, 3 * model.hidden)
+        self.proj = nn.Linear(model.hidden, model.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, hidden = x.shape
+        q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: torch.Tensor = self.proj(out.transpose(1, 2).reshape(batch, seq, hidden))
+        return result
+
+
+class _Mlp(nn.Module):
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        mlp_hidden = model.mlp_hidden or 4 * model.hidden
+        self.fc = nn.Linear(model.hidden, mlp_hidden)
+        self.proj = nn.Linear(mlp_hidden, model.hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.proj(functional.gelu(self.fc(x), approximate="tanh"))
+        return result
+
+
+class _Block(nn.Module):
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(model.hidden, model.layer_norm_eps)
+        self.attn = _Attention(model)
+        self.ln_2 = nn.LayerNorm(model.hidden, model.layer_norm_eps)
+        self.mlp = _Mlp(model)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))
+        result: torch.Tensor = x + self.mlp(self.ln_2(x))
+        return result
+
+
+class TorchGPT(nn.Module):
+    """Parameters have the names and shapes of the native model. Without dropout."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(model.vocab, model.hidden)
+        self.wpe = nn.Embedding(model.seq_len, model.hidden)
+        self.h = nn.ModuleList(_Block(model) for _ in range(model.layers))
+        self.ln_f = nn.LayerNorm(model.hidden, model.layer_norm_eps)
+        self.lm_head = nn.Linear(model.hidden, model.vocab, bias=False)
+        if model.tied:
+            self.lm_head.weight = self.wte.weight
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean loss; tokens and targets are int64 [batch, seq]."""
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        for block in self.h:
+            x = block(x)
+        logits = self.lm_head(self.ln_f(x))
+        return functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+
+    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Optimizer groups by the native default rule: no decay below two dims."""
+        decayed = [p for p in self.parameters() if p.dim() >= 2]
+        others = [p for p in self.parameters() if p.dim() < 2]
+        return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def load_weights(module: TorchGPT, read: Any) -> None:
+    """Copies read(name), an array, into every parameter."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(torch.from_numpy(read(name)))
