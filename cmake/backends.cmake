@@ -40,7 +40,8 @@ if(NOT POLYREME_CUDA STREQUAL "OFF")
     # The toolkit's own folder is rarely on PATH.
     find_program(POLYREME_NVCC nvcc HINTS ENV CUDA_HOME ENV CUDA_PATH /usr/local/cuda PATH_SUFFIXES bin)
     if(POLYREME_NVCC)
-      set(CMAKE_CUDA_COMPILER ${POLYREME_NVCC})
+      # Not CMAKE_CUDA_COMPILER: then check_language would not try whether it works.
+      set(ENV{CUDACXX} ${POLYREME_NVCC})
     endif()
   endif()
   check_language(CUDA)

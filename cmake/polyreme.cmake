@@ -48,7 +48,7 @@ endfunction()
 # package. DEPENDS are modules, as in polyreme_module.
 function(polyreme_python_module name)
   cmake_parse_arguments(ARG "" "" "SOURCES;DEPENDS" ${ARGN})
-  find_package(Python 3.9 REQUIRED COMPONENTS Interpreter Development.Module)
+  find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
   find_package(pybind11 CONFIG REQUIRED)
   # NO_EXTRAS: no link-time optimisation, which would build the module by other rules than the tests.
   pybind11_add_module(${name} MODULE NO_EXTRAS ${ARG_SOURCES})

@@ -61,12 +61,17 @@ free_gib() { echo $(($(df -Pk "$ROOT" | awk 'NR == 2 { print $4 }') / 1024 / 102
 
 num_jobs() { nproc 2>/dev/null || echo 2; }
 
-# Prints the interpreter's version as 3.11 if it runs and is 3.9 or newer.
+# The oldest Python that the package takes, as 3.10.
+PYTHON_FLOOR="$(sed -nE 's/^requires-python = ">=([0-9.]+)".*/\1/p' "$ROOT/pyproject.toml")"
+
+# Prints the interpreter's version as 3.11 if it runs and is new enough.
 python_version_of() {
-  "$1" -c 'import sys; v = sys.version_info[:2]; print("%d.%d" % v) if v >= (3, 9) else sys.exit(1)' 2>/dev/null
+  local version
+  version="$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || return 1
+  version_at_least "$version" "$PYTHON_FLOOR" && echo "$version"
 }
 
-# One line "VERSION PATH" for every Python of 3.9 or newer on this machine, oldest first.
+# One line "VERSION PATH" for every Python on this machine that is new enough, oldest first.
 list_pythons() {
   local candidate version
   for candidate in python3 /usr/bin/python3 python3.{9..19} "$HOME"/.pyenv/versions/*/bin/python3; do

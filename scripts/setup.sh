@@ -27,59 +27,68 @@ has_python_headers() {
   "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
 }
 
-missing_packages() {
+# Without these nothing can be built.
+required_packages() {
   local python
   have g++ || echo g++
   if python="$(choose_python)"; then
     "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
     has_python_headers "$python" || echo python3-dev
   else
-    echo python3-venv python3-dev
+    printf '%s\n' python3-venv python3-dev
   fi
-  have git || echo git
-  have ccache || echo ccache
   if [ "$PROFILE" = dev ]; then
     [ -e /usr/include/gtest/gtest.h ] || [ -e /usr/local/include/gtest/gtest.h ] || echo libgtest-dev
-    have shellcheck || echo shellcheck
-    have cppcheck || echo cppcheck
   fi
 }
 
 # Without these the work goes on: slower, or with a check less.
-is_optional_package() {
-  case "$1" in git | ccache | shellcheck | cppcheck) true ;; *) false ;; esac
+optional_packages() {
+  have ccache || echo ccache
+  have git || echo git
+  if [ "$PROFILE" = dev ]; then
+    have shellcheck || echo shellcheck
+    have clang-tidy || echo clang-tidy
+  fi
 }
 
 apt_install() {
   local as_root=()
   if [ "$(id -u)" != 0 ]; then
-    have sudo || return 1
-    as_root=(sudo)
-    # Without a terminal nobody can type a password.
-    [ -t 0 ] || as_root=(sudo -n)
-    "${as_root[@]}" true || return 1
+    have sudo || {
+      echo "not root, and there is no sudo"
+      return 1
+    }
+    as_root=(sudo -n)
   fi
-  "${as_root[@]}" apt-get update &&
+  # The first command finishes an installation that was cut short.
+  "${as_root[@]}" dpkg --configure -a &&
+    "${as_root[@]}" apt-get update &&
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
 }
 
 install_packages() {
-  local packages=() required=() package
-  mapfile -t packages < <(missing_packages | tr ' ' '\n')
-  ((${#packages[@]} > 0)) || return 0
-  if have apt-get && step "Installing Debian packages: ${packages[*]}" apt_install "${packages[@]}"; then
+  local required optional tried
+  mapfile -t required < <(required_packages)
+  mapfile -t optional < <(optional_packages)
+  # What could not be had once is not tried again and again.
+  tried="build/tried-$(printf '%s-' "${optional[@]}")"
+  [ ! -e "$tried" ] || optional=()
+  ((${#required[@]} + ${#optional[@]} > 0)) || return 0
+  # Steps have no terminal; a password is asked for here.
+  if [ "$(id -u)" != 0 ] && [ -t 0 ] && have sudo; then sudo -v || true; fi
+  if have apt-get && step "Installing Debian packages: ${required[*]} ${optional[*]}" \
+    apt_install "${required[@]}" "${optional[@]}"; then
     return 0
   fi
-  mapfile -t packages < <(missing_packages | tr ' ' '\n')
-  for package in "${packages[@]}"; do
-    is_optional_package "$package" || required+=("$package")
-  done
+  mapfile -t required < <(required_packages)
   if ((${#required[@]} > 0)); then
     die "missing on this machine: ${required[*]}" \
-      "as root: apt-get install ${required[*]} (or the packages of your system that provide them); \
-if the download failed, check the network and run this again"
+      "as root: apt-get install ${required[*]} (elsewhere the packages that provide them); \
+if a download failed, check the network; then run this again"
   fi
-  say "    going on without: ${packages[*]}"
+  touch "$tried"
+  say "    going on without: ${optional[*]}"
 }
 
 check_compiler() {
@@ -99,7 +108,7 @@ check_disk() {
 
 # ---- The virtual environment -----------------------------------------------------------------------
 
-# The interpreter to use, or nothing if there is none of 3.9 or newer.
+# The interpreter to use, or nothing if none is new enough.
 choose_python() {
   local candidate
   for candidate in ${POLYREME_PYTHON:+"$POLYREME_PYTHON"} python3 /usr/bin/python3 python3.{19..9}; do
@@ -122,7 +131,7 @@ make_venv() {
   local python
   if [ -e "$STAMPS/venv" ] && "$VENV/bin/python" -c 'import pip' 2>/dev/null; then return 0; fi
   python="$(choose_python)" ||
-    die "no Python of version 3.9 or newer was found" "install one, or name it: POLYREME_PYTHON=/path/to/python3"
+    die "no Python of version $PYTHON_FLOOR or newer was found" "install one, or name it: POLYREME_PYTHON=/path/to/python3"
   step "Making $(basename "$VENV") with Python $(python_version_of "$python")" create_venv "$python" ||
     die "the virtual environment could not be made" \
       "see above; if pip found no package index, check the network and pip's own configuration"

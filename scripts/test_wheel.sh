@@ -46,7 +46,7 @@ install_wheel() { "$1/venv/bin/python" -m pip install "$1"/*.whl pytest; }
 # What the wheel asks of the system: the oldest glibc is the last number of the tag.
 show_floor() {
   local report
-  report="$("$VENV/bin/auditwheel" show "$1"/*.whl)"
+  report="$("$VENV/bin/auditwheel" show "$1"/*.whl 2>/dev/null)"
   printf '%s\n' "$report" >"$1/auditwheel.txt"
   say "    glibc floor: $(grep -oE 'manylinux_[0-9]+_[0-9]+' <<<"$report" | head -n 1 | sed 's/manylinux_//;s/_/./') \
 ($(basename "$1"/*.whl))"

@@ -35,11 +35,23 @@ double time_gemm(const World& world, int64_t m, int64_t n, int64_t k, bool trans
   return best;
 }
 
+// Seconds that enqueuing one empty operation takes, over `count` of them.
+double time_enqueue(const World& world, int count) {
+  require(count >= 1, "time_enqueue: count ", count, " must be at least 1");
+  const auto stream = world.device().create_stream("enqueue");
+  CpuStream& cpu_stream = as_cpu(*stream);
+  const int64_t start = FlightRecorder::now_ns();
+  for (int i = 0; i < count; ++i) cpu_stream.enqueue({.name = "empty"}, {}, [](const CpuContext&) {});
+  stream->synchronize();
+  return static_cast<double>(FlightRecorder::now_ns() - start) * 1e-9 / count;
+}
+
 }  // namespace
 
 void bind_ops(py::module_& m) {
   m.def("time_gemm", &time_gemm, "world"_a, py::kw_only(), "m"_a, "n"_a, "k"_a, "transpose_a"_a, "transpose_b"_a,
         "repeats"_a, py::call_guard<py::gil_scoped_release>());
+  m.def("time_enqueue", &time_enqueue, "world"_a, "count"_a, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace polyreme::bindings

@@ -96,8 +96,8 @@ void bind_world(py::module_& m) {
   m.def(
       "make_world",
       [](int rank, int size, const std::string& master_addr, int master_port, int store_fd, const std::string& secret,
-         const std::string& job_id, double init_timeout_s, double timeout_s, int num_threads, const std::string& isa,
-         const std::string& executor, uint64_t schedule_seed) {
+         const std::string& job_id, double init_timeout_s, double timeout_s, double greeting_limit_s, int num_threads,
+         const std::string& isa, const std::string& executor, uint64_t schedule_seed, const py::function& progress) {
         const WorldOptions options{.rank = rank,
                                    .size = size,
                                    .master_addr = master_addr,
@@ -107,12 +107,19 @@ void bind_world(py::module_& m) {
                                    .job_id = job_id,
                                    .init_timeout = milliseconds(init_timeout_s),
                                    .timeout = milliseconds(timeout_s),
+                                   .greeting_limit = milliseconds(greeting_limit_s),
+                                   .progress =
+                                       [&progress](const std::string& text) {
+                                         const py::gil_scoped_acquire acquire;
+                                         progress(text);
+                                       },
                                    .device = device_options(num_threads, isa, executor, schedule_seed)};
+        const py::gil_scoped_release release;
         return make_world(options);
       },
       py::kw_only(), "rank"_a, "size"_a, "master_addr"_a, "master_port"_a, "store_fd"_a, "secret"_a, "job_id"_a,
-      "init_timeout_s"_a, "timeout_s"_a, "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a,
-      py::call_guard<py::gil_scoped_release>());
+      "init_timeout_s"_a, "timeout_s"_a, "greeting_limit_s"_a, "num_threads"_a, "isa"_a, "executor"_a,
+      "schedule_seed"_a, "progress"_a);
   m.def(
       "make_local_worlds",
       [](int size, int num_threads, const std::string& isa, const std::string& executor, uint64_t schedule_seed,

@@ -1,8 +1,37 @@
 #include "mesh/world.h"
 
+#include <algorithm>
+
+#include "base/build_info.h"
 #include "comm/factory.h"
+#include "comm/rendezvous.h"
+#include "comm/tcp_store.h"
 
 namespace polyreme {
+namespace {
+
+std::unique_ptr<Store> join_store(const WorldOptions& options) {
+  const TcpStoreOptions store{.host = options.master_addr,
+                              .port = options.master_port,
+                              .listen_fd = options.rank == 0 ? options.store_fd : -1,
+                              .secret = options.secret,
+                              .timeout = options.init_timeout,
+                              .greeting_limit = options.greeting_limit};
+  if (options.rank == 0) return TcpStore::serve(store);
+  return TcpStore::connect(store);
+}
+
+// The lowest of the ranks' best levels, unless they pinned one.
+std::string common_isa(const std::vector<RankRecord>& records) {
+  require_same_field(records, "isa");
+  if (records.front().fields.at("isa") != "auto") return records.front().fields.at("isa");
+  Isa lowest = isa_from_name(records.front().fields.at("best_isa"));
+  for (const RankRecord& record : records)
+    if (record.fields.at("best_isa") == isa_name(Isa::kAvx2)) lowest = Isa::kAvx2;
+  return isa_name(lowest);
+}
+
+}  // namespace
 
 std::vector<std::unique_ptr<World>> make_local_worlds(int size, const CpuDeviceOptions& device,
                                                       std::chrono::milliseconds timeout) {
@@ -13,7 +42,21 @@ std::vector<std::unique_ptr<World>> make_local_worlds(int size, const CpuDeviceO
 }
 
 std::unique_ptr<World> make_world(const WorldOptions& options) {
-  return std::move(make_local_worlds(1, options.device, options.timeout).front());
+  if (options.size == 1) return std::move(make_local_worlds(1, options.device, options.timeout).front());
+  const Isa best = isa_from_name(options.device.isa);  // throws for what this CPU lacks, before anybody is met
+  std::unique_ptr<Store> store = join_store(options);
+  const std::vector<RankRecord> records = rendezvous(
+      *store, {.rank = options.rank,
+               .world_size = options.size,
+               .fields = {{"version", build_info().version}, {"isa", options.device.isa}, {"best_isa", isa_name(best)}},
+               .limit = options.init_timeout,
+               .progress = options.progress});
+  require_same_field(records, "version");
+  CpuDeviceOptions device = options.device;
+  device.isa = common_isa(records);
+  std::unique_ptr<Communicator> communicator =
+      make_shm_communicator(*store, options.rank, options.size, options.job_id, {.timeout = options.timeout});
+  return std::make_unique<World>(std::move(store), make_cpu_device(device), std::move(communicator));
 }
 
 }  // namespace polyreme

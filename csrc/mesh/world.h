@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -21,7 +22,10 @@ struct WorldOptions {
   std::string secret;  // shared by the ranks of the job
   std::string job_id;  // names the job's shared memory
   std::chrono::milliseconds init_timeout{std::chrono::minutes(5)};
-  std::chrono::milliseconds timeout{std::chrono::minutes(10)};
+  std::chrono::milliseconds timeout{std::chrono::minutes(10)};  // of one collective among live ranks
+  // How long whoever holds the port may stay silent before it counts as a foreign program.
+  std::chrono::milliseconds greeting_limit{std::chrono::seconds(3)};
+  std::function<void(const std::string&)> progress;  // who is missing, every two seconds
   CpuDeviceOptions device;
 };
 

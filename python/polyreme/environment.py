@@ -28,6 +28,7 @@ class RankEnvironment:
     secret: admits a process to the job; from POLYREME_SECRET, or derived from torchrun's run id,
     which guards against mixing up jobs, not against an attacker.
     store_fd: on rank 0 of `polyreme run`, the inherited listening socket; otherwise None.
+    port_is_held: `polyreme run` has held master_port since before the ranks started.
     num_threads: POLYREME_NUM_THREADS, or None if not set.
     """
 
@@ -39,6 +40,7 @@ class RankEnvironment:
     secret: str = ""
     job_id: str = ""
     store_fd: int | None = None
+    port_is_held: bool = False
     num_threads: int | None = None
 
 
@@ -115,5 +117,6 @@ def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvir
         secret=env.get("POLYREME_SECRET", job_id),
         job_id="".join(c if c.isalnum() else "-" for c in job_id)[:64],
         store_fd=_integer(env, "POLYREME_STORE_FD", 0, 1 << 20) if "POLYREME_STORE_FD" in env else None,
+        port_is_held=env.get("POLYREME_LAUNCHER") == "run",
         num_threads=threads,
     )

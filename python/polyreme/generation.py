@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,7 +14,13 @@ __all__ = ["generate"]
 
 
 def generate(
-    trainer: Trainer, prompt: Sequence[int], *, num_tokens: int, temperature: float = 0.8, top_k: int = 40, seed: int = 0
+    trainer: Trainer,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
 ) -> Iterator[int]:
     """Yields `num_tokens` tokens that continue `prompt`. Not collective: call it on one rank.
 
@@ -23,18 +30,23 @@ def generate(
     Raises:
         InvalidArgument: an empty prompt, or arguments out of range.
     """
-    if not prompt:
+    if len(prompt) == 0:
         raise InvalidArgument("generate: the prompt is empty; give at least one token")
-    if temperature < 0 or top_k < 1 or num_tokens < 0:
+    if not 0 <= temperature < math.inf or top_k < 1 or num_tokens < 0:
         raise InvalidArgument(
             f"generate: temperature={temperature}, top_k={top_k}, num_tokens={num_tokens};"
             " expected temperature >= 0, top_k >= 1, num_tokens >= 0"
         )
+    return _continue(trainer, list(prompt), num_tokens, temperature, top_k, seed)
+
+
+def _continue(
+    trainer: Trainer, context: list[int], num_tokens: int, temperature: float, top_k: int, seed: int
+) -> Iterator[int]:
     random = np.random.Generator(np.random.Philox(seed))
-    context = list(prompt)
     for _ in range(num_tokens):
         window = context[-trainer.model.seq_len :]
-        scores = trainer.logits(np.array([window], dtype=np.int32))[0, -1].astype(np.float64)
+        scores = trainer.logits([window])[0, -1].astype(np.float64)
         if temperature == 0:
             token = int(scores.argmax())
         else:

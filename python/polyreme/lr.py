@@ -22,6 +22,7 @@ class Schedule:
     peak: float
     warmup: int
     total: int
+    final: float
     _after: Callable[[int], float]
     _text: str
 
@@ -29,7 +30,11 @@ class Schedule:
         if not (self.peak >= 0 and math.isfinite(self.peak)):
             raise InvalidArgument(f"{self._text}: peak={self.peak}; expected a finite number, 0 or more")
         if not 0 <= self.warmup <= self.total:
-            raise InvalidArgument(f"{self._text}: warmup={self.warmup}, total={self.total}; expected 0 <= warmup <= total")
+            raise InvalidArgument(
+                f"{self._text}: warmup={self.warmup}, total={self.total}; expected 0 <= warmup <= total"
+            )
+        if not (self.final >= 0 and math.isfinite(self.final)):
+            raise InvalidArgument(f"{self._text}: final={self.final}; expected a finite share of peak, 0 or more")
 
     def __call__(self, step: int) -> float:
         if step < 1:
@@ -51,7 +56,7 @@ def _progress(step: int, begin: int, end: int) -> float:
 
 def constant(peak: float, *, warmup: int = 0) -> Schedule:
     """`peak` after the warm-up, for ever."""
-    return Schedule(peak, warmup, warmup, lambda step: 1.0, f"constant(peak={peak}, warmup={warmup})")
+    return Schedule(peak, warmup, warmup, 1.0, lambda step: 1.0, f"constant(peak={peak}, warmup={warmup})")
 
 
 def warmup_cosine(*, peak: float, warmup: int, total: int, final: float = 0.1) -> Schedule:
@@ -60,7 +65,8 @@ def warmup_cosine(*, peak: float, warmup: int, total: int, final: float = 0.1) -
     def after(step: int) -> float:
         return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * _progress(step, warmup, total)))
 
-    return Schedule(peak, warmup, total, after, f"warmup_cosine(peak={peak}, warmup={warmup}, total={total}, final={final})")
+    text = f"warmup_cosine(peak={peak}, warmup={warmup}, total={total}, final={final})"
+    return Schedule(peak, warmup, total, final, after, text)
 
 
 def warmup_linear(*, peak: float, warmup: int, total: int, final: float = 0.0) -> Schedule:
@@ -70,7 +76,8 @@ def warmup_linear(*, peak: float, warmup: int, total: int, final: float = 0.0) -
         share = min(1.0, (step - 1 - warmup) / max(1, total - warmup))
         return 1 - (1 - final) * share
 
-    return Schedule(peak, warmup, total, after, f"warmup_linear(peak={peak}, warmup={warmup}, total={total}, final={final})")
+    text = f"warmup_linear(peak={peak}, warmup={warmup}, total={total}, final={final})"
+    return Schedule(peak, warmup, total, final, after, text)
 
 
 def wsd(*, peak: float, warmup: int, total: int, decay: int, final: float = 0.0) -> Schedule:
@@ -81,6 +88,6 @@ def wsd(*, peak: float, warmup: int, total: int, decay: int, final: float = 0.0)
 
     def after(step: int) -> float:
         into_decay = step - (total - decay)
-        return 1.0 if into_decay <= 0 else 1 - (1 - final) * min(1.0, into_decay / decay)
+        return 1.0 if into_decay <= 0 else 1 - (1 - final) * min(1.0, into_decay / max(1, decay))
 
-    return Schedule(peak, warmup, total, after, text)
+    return Schedule(peak, warmup, total, final, after, text)

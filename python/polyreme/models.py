@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +45,20 @@ class GPT:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise InvalidArgument(f"GPT: {name}={value!r}; expected an integer, at least 1")
-        if self.mlp_hidden is not None and self.mlp_hidden < 1:
-            raise InvalidArgument(f"GPT: mlp_hidden={self.mlp_hidden}; expected at least 1, or None for 4 * hidden")
+        if self.mlp_hidden is not None and (not isinstance(self.mlp_hidden, int) or self.mlp_hidden < 1):
+            raise InvalidArgument(
+                f"GPT: mlp_hidden={self.mlp_hidden!r}; expected an integer, at least 1, or None for 4 * hidden"
+            )
         if self.hidden % self.heads:
             raise InvalidArgument(
                 f"GPT: hidden={self.hidden} does not divide by heads={self.heads}; choose heads that divide hidden"
             )
         if not 0 <= self.dropout < 1:
             raise InvalidArgument(f"GPT: dropout={self.dropout}; expected 0 <= dropout < 1")
+        if not 0 < self.layer_norm_eps < math.inf:
+            raise InvalidArgument(f"GPT: layer_norm_eps={self.layer_norm_eps}; expected a finite number, more than 0")
+        if not 0 <= self.init_std < math.inf:
+            raise InvalidArgument(f"GPT: init_std={self.init_std}; expected a finite number, 0 or more")
 
     def _config(self) -> _core.GptConfig:
         return _core.GptConfig(

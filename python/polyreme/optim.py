@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Union
@@ -30,11 +31,15 @@ class Optimizer:
     weight_decay_rules: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.lr, (int, float)) and not self.lr >= 0:
-            raise InvalidArgument(f"{type(self).__name__}: lr={self.lr}; expected 0 or more")
+        rule = type(self).__name__
+        if isinstance(self.lr, (int, float)):
+            if not 0 <= self.lr < math.inf:
+                raise InvalidArgument(f"{rule}: lr={self.lr}; expected a finite number, 0 or more")
+        elif not callable(self.lr):
+            raise InvalidArgument(f"{rule}: lr={self.lr!r}; expected a number or a schedule of polyreme.lr")
         for name, value in (("weight_decay", self.weight_decay), *self.weight_decay_rules.items()):
-            if not value >= 0:
-                raise InvalidArgument(f"{type(self).__name__}: weight decay {name}={value}; expected 0 or more")
+            if not 0 <= value < math.inf:
+                raise InvalidArgument(f"{rule}: weight decay {name}={value}; expected a finite number, 0 or more")
 
     def lr_at(self, step: int) -> float:
         """The learning rate of the update number `step`, counted from 1."""
@@ -68,10 +73,10 @@ class AdamW(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise InvalidArgument(f"AdamW: betas={self.betas}; expected 0 <= beta < 1")
-        if not self.eps > 0:
-            raise InvalidArgument(f"AdamW: eps={self.eps}; expected more than 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise InvalidArgument(f"AdamW: betas={self.betas}; expected two numbers, 0 <= beta < 1")
+        if not 0 < self.eps < math.inf:
+            raise InvalidArgument(f"AdamW: eps={self.eps}; expected a finite number, more than 0")
 
     def _constants(self) -> dict[str, Any]:
         return {"rule": "adamw", "beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps, "momentum": 0.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from typing import TextIO
@@ -74,11 +75,17 @@ class Progress:
         parts = [f"step {stats.step}/{self._total}", f"loss {stats.loss:.4f}"]
         if self._validation_loss is not None:
             parts.append(f"val {self._validation_loss:.4f}")
-        parts += [f"norm {stats.grad_norm:.3f}", f"lr {stats.lr:.2e}", f"{stats.tokens_per_s:,.0f} tok/s"]
+        parts += [f"norm {stats.grad_norm:.2f}", f"lr {stats.lr:.1e}", f"{stats.tokens_per_s:,.0f} tok/s"]
         if stats.mfu is not None:
             parts.append(f"MFU {100 * stats.mfu:.0f}%")
         parts.append(f"ETA {_duration((self._total - stats.step) * (self._seconds or 0.0))}")
         return "  ".join(parts)
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or 80
+        except (OSError, ValueError):
+            return 80
 
     def _draw(self, stats: StepStats) -> None:
         now = time.monotonic()
@@ -89,6 +96,9 @@ class Progress:
         line = self.line(stats)
         # Steps that were validated stay on the screen.
         end = "\n" if last or stats.validation_loss is not None else ""
+        room = self._columns() - 1
+        if not end and len(line) > room:  # a line that wraps cannot be redrawn
+            line = line.removeprefix("step ").replace("  ", " ").replace(" tok/s", " t/s")[:room]
         self._stream.write("\r" + line.ljust(self._width) + end)
         self._stream.flush()
         self._width = 0 if end else len(line)

@@ -83,6 +83,9 @@ class Trainer:
             raise NotAvailable(f"zero={zero}: this version keeps the whole optimizer state on every rank; use zero=0")
         if precision != "fp32":
             raise NotAvailable(f"precision={precision!r}: this version computes in 'fp32'")
+        for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch)):
+            if not isinstance(value, int) or value < 1:
+                raise InvalidArgument(f"{name}={value!r}; expected an integer, at least 1")
         if clip_norm is not None and not clip_norm > 0:
             raise InvalidArgument(f"clip_norm={clip_norm}; expected more than 0, or None for no limit")
         if not 0 <= seed < 1 << 64:
@@ -148,12 +151,22 @@ class Trainer:
         (seed, position): every epoch is a permutation of the data, for any number of ranks.
 
         Args:
-            validation: evaluated every `validate_every` steps and after the last one.
+            validation: evaluated every `validate_every` steps (0: never between) and after the last one.
             validation_samples: samples of one evaluation; default: all.
         """
         self._check_data(data)
         if validation is not None:
             self._check_data(validation)
+        return self._fit(data, steps, validation, validate_every, validation_samples)
+
+    def _fit(
+        self,
+        data: TokenDataset,
+        steps: int,
+        validation: TokenDataset | None,
+        validate_every: int,
+        validation_samples: int | None,
+    ) -> Iterator[StepStats]:
         order = _core.SampleOrder(data.num_samples, self.seed, True)
         while self.applied_steps < steps:
             position = self.applied_steps
@@ -161,7 +174,7 @@ class Trainer:
             start = time.perf_counter()
             raw = self._engine.train_step(data._core, order, position, lr)
             stats = self._stats(raw, lr, time.perf_counter() - start)
-            due = validate_every > 0 and (stats.step % validate_every == 0 or stats.step == steps)
+            due = stats.step == steps or (validate_every > 0 and stats.step % validate_every == 0)
             if validation is not None and due:
                 stats = replace(stats, validation_loss=self.evaluate(validation, num_samples=validation_samples))
             yield stats
@@ -203,9 +216,13 @@ class Trainer:
         """Overwrites a parameter; every rank must give the same values.
 
         Raises:
-            InvalidArgument: unknown name or another number of elements.
+            InvalidArgument: unknown name or another shape.
         """
-        self._engine.write_param(name, np.ascontiguousarray(values, dtype=np.float32))
+        array = np.ascontiguousarray(values, dtype=np.float32)
+        shapes = {spec["name"]: spec["shape"] for spec in self.model.param_specs()}
+        if name in shapes and array.shape != shapes[name]:
+            raise InvalidArgument(f"parameter {name!r} has shape {shapes[name]}; the values have {array.shape}")
+        self._engine.write_param(name, array)
 
     def gradient(self, name: str) -> NDArray[np.float32]:
         """The gradient of the last step, over all ranks, before clipping."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,10 @@ class Lanes:
     """
 
     dp: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dp is not None and (not isinstance(self.dp, int) or self.dp < 1):
+            raise InvalidArgument(f"Lanes: dp={self.dp!r}; expected an integer, at least 1, or None for the size of dp")
 
 
 class World:
@@ -105,10 +110,13 @@ def init(
         job_id=env.job_id,
         init_timeout_s=init_timeout_s,
         timeout_s=timeout_s,
+        # A port that the launcher holds accepts from the start; rank 0 answers once it is here.
+        greeting_limit_s=init_timeout_s if env.port_is_held else 3.0,
         num_threads=num_threads,
         isa=isa,
         executor=executor,
         schedule_seed=0,
+        progress=logging.getLogger("polyreme").warning,
     )
     return World(core, env.local_rank)
 

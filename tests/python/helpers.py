@@ -1,11 +1,21 @@
-"""Small models and batches for the tests."""
+"""What the tests share: small models and batches, refusals, token files, processes."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import polyreme as pr
+import pytest
+from polyreme.data.prepare import prepare_bytes
+from polyreme.data.token_file import write_tokens
+from polyreme.environment import RankEnvironment
 
 TINY = dict(layers=2, hidden=32, heads=4, vocab=61, seq_len=24)
 
@@ -53,3 +63,68 @@ def train(world, data, model=None, **options):
         stats = trainer.step(local_part(world, tokens), local_part(world, targets))
         history.append((stats.loss.hex(), stats.grad_norm.hex()))
     return history, fingerprint(trainer)
+
+
+# ---- one rank, errors, text ----
+
+
+def alone(**options):
+    """The world of this process alone, whatever the environment says."""
+    return pr.init(environment=RankEnvironment(), num_threads=1, **options)
+
+
+def refused(error, words, function):
+    """The text of the error that function() must raise; it must have all the words."""
+    with pytest.raises(error) as caught:
+        function()
+    assert caught.type is error
+    text = str(caught.value)
+    missing = [word for word in words if word not in text]
+    assert not missing, f"{text!r} lacks {missing}"
+    return text
+
+
+def python_corpus(folder):
+    """A token file of real text: the package's own Python files."""
+    path = folder / "corpus.bin"
+    if not path.exists():
+        sources = Path(pr.__file__).resolve().parent
+        prepare_bytes([str(sources)], str(path), include=["*.py"])
+    return path
+
+
+def token_file(folder, tokens, vocab_size):
+    """A token file of the given numbers."""
+    path = folder / "tokens.bin"
+    write_tokens(path, [np.asarray(tokens)], vocab_size)
+    return path
+
+
+# ---- processes ----
+
+HANG_S = 60.0  # a guard against hangs, far above what is needed
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def clean_environment(**more):
+    """The environment without a launcher's variables, in which the same package is found, and this module."""
+    launch = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|POLYREME_|OMP_NUM|OMPI_|PMI|SLURM_|TORCHELASTIC)")
+    environment = {name: value for name, value in os.environ.items() if not launch.match(name)}
+    package = str(Path(pr.__file__).parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [HERE, package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    return {**environment, **more}
+
+
+def polyreme(*arguments, timeout=HANG_S):
+    """Runs the command line to its end."""
+    command = [sys.executable, "-m", "polyreme", *map(str, arguments)]
+    return subprocess.run(
+        command, env=clean_environment(), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def json_lines(text):
+    """The JSON objects among the lines of a text."""
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]

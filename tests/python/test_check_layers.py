@@ -32,7 +32,8 @@ CLEAN = {
     "csrc/pipeline/schedule/s.cpp": '#include "base/a.h"\n',
     "csrc/pipeline/p.cpp": '#include "pipeline/schedule/s.h"\n#include "mesh/m.h"\n',
     "csrc/bindings/b.cpp": '#include "pipeline/p.h"\n#include "base/a.h"\n',
-    "csrc/ops/cpu/kernels/k.cpp": '#include <stdint.h>\n#include "base/philox.h"\n#include "ops/cpu/kernels/k.h"\n',
+    "csrc/ops/cpu/kernels/k.cpp": '#include <stdint.h>\n#include "base/philox.h"\n',
+    "csrc/ops/cpu/kernels/l.cpp": '#include <immintrin.h>\n#include "ops/cpu/kernels/k.h"\n',
     "kernels/x.cu": "#include <cuda_fp16.h>\n",
     "tests/cpp/device/d_test.cpp": '#include "device/d.h"\n',
 }

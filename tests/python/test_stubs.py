@@ -82,7 +82,7 @@ def parameters_of_stub(node: ast.FunctionDef) -> Parameters:
         result.append("*" + a.vararg.arg)
     elif a.kwonlyargs:
         result.append("*")
-    for argument, default in zip(a.kwonlyargs, a.kw_defaults):
+    for argument, default in zip(a.kwonlyargs, a.kw_defaults, strict=True):
         result.append(argument.arg + ("=..." if default is not None else ""))
     if a.kwarg:
         result.append("**" + a.kwarg.arg)
@@ -195,7 +195,7 @@ def test_every_argument_is_named() -> None:
         ),
         ("f(d: dict[str, int] = {}, *args, **kwargs) -> object", [("d=...", "*args", "**kwargs")]),
         (
-            "f(*args, **kwargs)\nOverloaded function.\n\n1. f(x: int) -> int\n\nA.\n\n2. f(x: str, n: int = 1) -> int",
+            "f(*args, **kwargs)\nOverloaded function.\n\n1. f(x: int)\n\n2. f(x: str, n: int = 1) -> int",
             [("x",), ("x", "n=...")],
         ),
     ],

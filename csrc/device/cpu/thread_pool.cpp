@@ -106,8 +106,7 @@ void ThreadPool::State::work(int thread) {
     const uint32_t count = num_tasks.load(std::memory_order_acquire);
     const uint32_t index = static_cast<uint32_t>(seen);
     if (index >= count) break;
-    if (!ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel,
-                                      std::memory_order_acquire)) {
+    if (!ticket.compare_exchange_weak(seen, seen + 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
       continue;
     }
     call(task_fn, task_context, first + index, thread);

@@ -48,9 +48,7 @@ void parallel_for(ThreadPool& pool, int64_t num_tasks, Body&& body) {
   using Callable = std::remove_reference_t<Body>;
   pool.run(
       num_tasks,
-      [](void* context, int64_t task, int thread) {
-        (*static_cast<Callable*>(context))(task, thread);
-      },
+      [](void* context, int64_t task, int thread) { (*static_cast<Callable*>(context))(task, thread); },
       const_cast<void*>(static_cast<const void*>(std::addressof(body))));
 }
 

@@ -141,8 +141,15 @@ def render_step(result: dict[str, Any]) -> list[str]:
         )
     for name, ratio in result["speed_ratio"].items():
         lines.append(f"against {name}: {ratio:.2f} x the speed, {result['memory_ratio'][name]:.2f} x the memory")
-    breakdown = result["runs"]["polyreme"].get("breakdown_s") or {}
+    ours = result["runs"]["polyreme"]
+    breakdown = ours["breakdown_s"]
     total = sum(breakdown.values())
     for kind, seconds in sorted(breakdown.items(), key=lambda item: -item[1]):
         lines.append(f"  {kind:12} {seconds / result['steps']:8.3f} s/step {100 * seconds / total:5.1f}%")
+    if breakdown:
+        cost = ours["spans"] * ours["span_cost_s"] / sum(ours["seconds"])
+        lines.append(
+            f"recorder: {1e9 * ours['span_cost_s']:.0f} ns for each of {ours['spans'] // result['steps']} spans"
+            f" a step, {100 * cost:.4f}% of the step"
+        )
     return lines

@@ -41,11 +41,12 @@ TEST(ExactSum, TwoTermsRoundAsTheHardwareDoes) {
   std::mt19937_64 random(2);
   for (int i = 0; i < 200000; ++i) {
     const double a = std::bit_cast<double>(random());
+    if (!std::isfinite(a) || a == 0) continue;
     // Close exponents, so that all bits meet.
     const int shift = static_cast<int>(random() % 120) - 60;
     const double b =
         std::ldexp(std::bit_cast<double>((random() >> 12) | 0x3ff0000000000000), std::ilogb(a) + shift);
-    if (!std::isfinite(a) || !std::isfinite(b) || !std::isfinite(a + b)) continue;
+    if (!std::isfinite(a + b) || !std::isfinite(a - b)) continue;
     ASSERT_EQ(sum_of({a, b}).value(), a + b) << a << " " << b;
     ASSERT_EQ(sum_of({a, -b}).value(), a - b) << a << " " << b;
   }

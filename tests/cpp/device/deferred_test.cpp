@@ -9,6 +9,10 @@
 
 #include "device/cpu/cpu_device.h"
 
+// Under AddressSanitizer a request for too much memory must fail as it does elsewhere.
+extern "C" __attribute__((visibility("default"))) const char* __asan_default_options();
+extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }
+
 namespace polyreme {
 namespace {
 

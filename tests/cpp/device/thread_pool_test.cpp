@@ -38,9 +38,8 @@ TEST_P(ThreadPoolTest, ManyShortLoopsSeeTheirOwnTasks) {
   std::vector<int64_t> cells(9);
   for (int64_t round = 0; round < 5000; ++round) {
     const int64_t num_tasks = 1 + round % 9;
-    parallel_for(pool, num_tasks, [&](int64_t task, int) {
-      cells[static_cast<size_t>(task)] = round * 16 + task;
-    });
+    parallel_for(pool, num_tasks,
+                 [&](int64_t task, int) { cells[static_cast<size_t>(task)] = round * 16 + task; });
     for (int64_t task = 0; task < num_tasks; ++task) {
       ASSERT_EQ(cells[static_cast<size_t>(task)], round * 16 + task);
     }

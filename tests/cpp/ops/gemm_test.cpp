@@ -42,11 +42,11 @@ struct Level {
   decltype(&avx2::gemm_f32_packed) gemm_packed;
 };
 
-#define POLYREME_LEVEL(isa, usable)                                                          \
-  Level {                                                                                    \
-    #isa, usable, isa::gemm_f32, isa::gemm_f32_serial, isa::gemm_f32_scratch_bytes,          \
-        isa::gemm_panel_rows, isa::gemm_panel_cols, isa::gemm_packed_a_bytes,                \
-        isa::gemm_packed_b_bytes, isa::gemm_pack_a, isa::gemm_pack_b, isa::gemm_f32_packed   \
+#define POLYREME_LEVEL(isa, usable)                                                                       \
+  Level {                                                                                                 \
+#isa, usable, isa::gemm_f32, isa::gemm_f32_serial, isa::gemm_f32_scratch_bytes, isa::gemm_panel_rows, \
+        isa::gemm_panel_cols, isa::gemm_packed_a_bytes, isa::gemm_packed_b_bytes, isa::gemm_pack_a,       \
+        isa::gemm_pack_b, isa::gemm_f32_packed                                                            \
   }
 
 bool has_avx512() {
@@ -59,8 +59,7 @@ bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_support
 class GemmTest : public ::testing::TestWithParam<std::string> {
  protected:
   void SetUp() override {
-    level_ = GetParam() == "avx512" ? POLYREME_LEVEL(avx512, has_avx512())
-                                    : POLYREME_LEVEL(avx2, has_avx2());
+    level_ = GetParam() == "avx512" ? POLYREME_LEVEL(avx512, has_avx512()) : POLYREME_LEVEL(avx2, has_avx2());
     if (!level_.usable) {
       GTEST_SKIP() << "this CPU has no " << (GetParam() == "avx512" ? "AVX-512" : "AVX2");
     }
@@ -77,15 +76,13 @@ uint32_t bits_of(float x) {
   return u;
 }
 
-bool same(float a, float b) {
-  return bits_of(a) == bits_of(b) || (std::isnan(a) && std::isnan(b));
-}
+bool same(float a, float b) { return bits_of(a) == bits_of(b) || (std::isnan(a) && std::isnan(b)); }
 
 // One multiplication with its own memory. Operands have gaps between rows, filled with NaN: a
 // padding lane that leaks shows. C has gaps filled with a sentinel.
 struct Problem {
-  Problem(std::mt19937& rng, int64_t m, int64_t n, int64_t k, bool a_transposed,
-          bool b_transposed, bool with_bias, bool accumulate) {
+  Problem(std::mt19937& rng, int64_t m, int64_t n, int64_t k, bool a_transposed, bool b_transposed,
+          bool with_bias, bool accumulate) {
     args.m = m, args.n = n, args.k = k;
     args.accumulate = accumulate;
     const auto gap = [&] { return static_cast<int64_t>(rng() % 3 == 0 ? rng() % 20 : 0); };
@@ -113,12 +110,8 @@ struct Problem {
   float& at(std::vector<float>& v, int64_t i, int64_t j) const {
     return v[static_cast<size_t>(i * args.c_row_stride + j)];
   }
-  float a_at(int64_t i, int64_t p) const {
-    return args.a[i * args.a_row_stride + p * args.a_col_stride];
-  }
-  float b_at(int64_t p, int64_t j) const {
-    return args.b[p * args.b_row_stride + j * args.b_col_stride];
-  }
+  float a_at(int64_t i, int64_t p) const { return args.a[i * args.a_row_stride + p * args.a_col_stride]; }
+  float b_at(int64_t p, int64_t j) const { return args.b[p * args.b_row_stride + j * args.b_col_stride]; }
 
   float chain(int64_t i, int64_t j) const {
     float acc = args.accumulate ? c[static_cast<size_t>(i * args.c_row_stride + j)] : 0.0f;
@@ -166,10 +159,9 @@ void expect_same(const std::vector<float>& got, const std::vector<float>& want, 
                  const std::string& what) {
   ASSERT_EQ(got.size(), want.size());
   for (size_t i = 0; i < got.size(); ++i) {
-    ASSERT_TRUE(same(got[i], want[i]))
-        << what << ": row " << i / static_cast<size_t>(p.args.c_row_stride) << " column "
-        << i % static_cast<size_t>(p.args.c_row_stride) << ": " << got[i] << ", expected "
-        << want[i] << " (" << describe(p) << ")";
+    ASSERT_TRUE(same(got[i], want[i])) << what << ": row " << i / static_cast<size_t>(p.args.c_row_stride)
+                                       << " column " << i % static_cast<size_t>(p.args.c_row_stride) << ": "
+                                       << got[i] << ", expected " << want[i] << " (" << describe(p) << ")";
   }
 }
 
@@ -218,8 +210,8 @@ TEST_P(GemmTest, ShapesBeyondTheBlocksAreTheChain) {
       for (int sample = 0; sample < 400; ++sample) {
         const int64_t i = random_size(rng, s.m) - 1, j = random_size(rng, s.n) - 1;
         const float value = got[static_cast<size_t>(i * p.args.c_row_stride + j)];
-        ASSERT_TRUE(same(value, p.chain(i, j))) << "row " << i << " column " << j << " form "
-                                                << form << " (" << describe(p) << ")";
+        ASSERT_TRUE(same(value, p.chain(i, j)))
+            << "row " << i << " column " << j << " form " << form << " (" << describe(p) << ")";
       }
     }
   }
@@ -336,10 +328,10 @@ TEST_P(GemmTest, EmptySizesAreLegal) {
     for (int which = 0; which < 2; ++which) {
       const std::vector<float> untouched = p.run([](GemmArgs&) {});
       expect_same(p.run([&](GemmArgs& g) {
-                    (which == 0 ? g.m : g.n) = 0;
-                    g.k = 5;
-                    level_.gemm(g, pool);
-                  }),
+        (which == 0 ? g.m : g.n) = 0;
+        g.k = 5;
+        level_.gemm(g, pool);
+      }),
                   untouched, p, "m or n = 0");
     }
   }
@@ -379,10 +371,14 @@ TEST_P(GemmTest, NeverTouchesMemoryPastTheOperands) {
       v.resize(static_cast<size_t>((lines - 1) * stride + line));
     };
     const GemmArgs& s = p.args;
-    if (s.a_col_stride == 1) trim(p.a, s.m, s.k, s.a_row_stride);
-    else trim(p.a, s.k, s.m, s.a_col_stride);
-    if (s.b_col_stride == 1) trim(p.b, s.k, s.n, s.b_row_stride);
-    else trim(p.b, s.n, s.k, s.b_col_stride);
+    if (s.a_col_stride == 1)
+      trim(p.a, s.m, s.k, s.a_row_stride);
+    else
+      trim(p.a, s.k, s.m, s.a_col_stride);
+    if (s.b_col_stride == 1)
+      trim(p.b, s.k, s.n, s.b_row_stride);
+    else
+      trim(p.b, s.n, s.k, s.b_col_stride);
     trim(p.c, s.m, s.n, s.c_row_stride);
     const GuardedFloats a(p.a), b(p.b), c(p.c), bias(p.bias);
     GemmArgs g = p.args;
@@ -413,31 +409,56 @@ TEST_P(GemmTest, SerialEntryAndPackedOperandsGiveTheSameBits) {
     const GemmArgs& s = p.args;
     const std::vector<float> whole = p.run([&](GemmArgs& g) { level_.gemm(g, pool); });
     const Aligned scratch = aligned(level_.scratch_bytes(s.m, s.n, s.k));
-    expect_same(p.run([&](GemmArgs& g) { level_.gemm_serial(g, scratch.get()); }), whole, p,
-                "serial");
+    expect_same(p.run([&](GemmArgs& g) { level_.gemm_serial(g, scratch.get()); }), whole, p, "serial");
     const Aligned packed_a = aligned(level_.packed_a_bytes(s.m, s.k));
     const Aligned packed_b = aligned(level_.packed_b_bytes(s.k, s.n));
     level_.pack_a(s, packed_a.get());
     level_.pack_b(s, packed_b.get());
-    expect_same(p.run([&](GemmArgs& g) { level_.gemm_packed(g, packed_a.get(), packed_b.get()); }),
-                whole, p, "packed");
+    expect_same(p.run([&](GemmArgs& g) { level_.gemm_packed(g, packed_a.get(), packed_b.get()); }), whole, p,
+                "packed");
     // Blocks of the same packed operands, as an attention kernel uses them.
     const int64_t step_m = 2 * level_.panel_rows(), step_n = level_.panel_cols();
     expect_same(p.run([&](GemmArgs& g) {
-                  for (int64_t i = 0; i < s.m; i += step_m) {
-                    for (int64_t j = 0; j < s.n; j += step_n) {
-                      GemmArgs part = g;
-                      part.m = std::min(step_m, s.m - i);
-                      part.n = std::min(step_n, s.n - j);
-                      part.c += i * g.c_row_stride + j;
-                      if (g.bias != nullptr) part.bias += j;
-                      level_.gemm_packed(part, packed_a.get() + i * s.k,
-                                         packed_b.get() + s.k * j);
-                    }
-                  }
-                }),
+      for (int64_t i = 0; i < s.m; i += step_m) {
+        for (int64_t j = 0; j < s.n; j += step_n) {
+          GemmArgs part = g;
+          part.m = std::min(step_m, s.m - i);
+          part.n = std::min(step_n, s.n - j);
+          part.c += i * g.c_row_stride + j;
+          if (g.bias != nullptr) part.bias += j;
+          level_.gemm_packed(part, packed_a.get() + i * s.k, packed_b.get() + s.k * j);
+        }
+      }
+    }),
                 whole, p, "packed blocks");
     if (HasFatalFailure()) return;
+  }
+}
+
+TEST_P(GemmTest, AProductIsAPackedOperandOfTheNext) {
+  // (X Y) Z^T taken as Z (Y^T X^T): the inner product, one panel wide, is used as a packed B.
+  std::mt19937 rng(13);
+  const int64_t width = level_.panel_cols(), m = 93, k = 40;
+  for (int64_t n : {width, width - 5}) {
+    const Problem inner(rng, m, n, k, false, true, false, false);
+    const Problem outer(rng, 50, n, m, false, false, false, false);
+    const Aligned scratch = aligned(level_.scratch_bytes(200, 200, 200));
+    std::vector<float> panel(static_cast<size_t>(m * width), kNan);
+    GemmArgs g = inner.args;
+    g.c = panel.data();
+    g.c_row_stride = width;
+    level_.gemm_serial(g, scratch.get());
+    const Aligned packed_a = aligned(level_.packed_a_bytes(50, m));
+    level_.pack_a(outer.args, packed_a.get());
+    const std::vector<float> got =
+        outer.run([&](GemmArgs& o) { level_.gemm_packed(o, packed_a.get(), panel.data()); });
+    expect_same(got, outer.run([&](GemmArgs& o) {
+      o.b = panel.data();
+      o.b_row_stride = width;
+      o.b_col_stride = 1;
+      level_.gemm_serial(o, scratch.get());
+    }),
+                outer, "chained");
   }
 }
 

@@ -10,14 +10,14 @@
 
 namespace polyreme::cpu {
 
-#define POLYREME_DECLARE_SHIM(isa)                                                           \
-  namespace isa {                                                                            \
-  void vec_apply(int op, const float* a, const float* b, const float* c, float* out);        \
-  void vec_apply_int(int op, const int32_t* a, const int32_t* b, int32_t* out);              \
-  void vec_copy_partial(const float* in, int n, float* loaded, float* stored);               \
-  uint32_t vec_first_lanes(int n);                                                           \
-  void vec_to_bf16(const float* in, uint16_t* out);                                          \
-  void vec_from_bf16(const uint16_t* in, float* out);                                        \
+#define POLYREME_DECLARE_SHIM(isa)                                                    \
+  namespace isa {                                                                     \
+  void vec_apply(int op, const float* a, const float* b, const float* c, float* out); \
+  void vec_apply_int(int op, const int32_t* a, const int32_t* b, int32_t* out);       \
+  void vec_copy_partial(const float* in, int n, float* loaded, float* stored);        \
+  uint32_t vec_first_lanes(int n);                                                    \
+  void vec_to_bf16(const float* in, uint16_t* out);                                   \
+  void vec_from_bf16(const uint16_t* in, float* out);                                 \
   }
 POLYREME_DECLARE_SHIM(avx2)
 POLYREME_DECLARE_SHIM(avx512)
@@ -80,52 +80,75 @@ float from_bits(uint32_t u) {
 }
 
 // Equal bits, or both NaN: payloads and signs of NaN are outside the contract.
-bool same(float a, float b) {
-  return bits_of(a) == bits_of(b) || (std::isnan(a) && std::isnan(b));
-}
+bool same(float a, float b) { return bits_of(a) == bits_of(b) || (std::isnan(a) && std::isnan(b)); }
 
 // Ordinary numbers, every kind of special value, and arbitrary bit patterns.
 float random_float(std::mt19937& rng) {
-  static const float special[] = {0.0f,  -0.0f,     kInf,      -kInf,  kNan,     1.0f,
-                                  -1.0f, 1.0e-45f,  -1.0e-40f, 3e38f,  -3e38f,   88.722839f,
-                                  -87.3f, -87.33655f, 0.625f,  2.5f,   0.5f,     1.17549435e-38f};
+  static const float special[] = {0.0f,   -0.0f,      kInf,      -kInf, kNan,   1.0f,
+                                  -1.0f,  1.0e-45f,   -1.0e-40f, 3e38f, -3e38f, 88.722839f,
+                                  -87.3f, -87.33655f, 0.625f,    2.5f,  0.5f,   1.17549435e-38f};
   switch (rng() % 3) {
-    case 0: return special[rng() % (sizeof(special) / sizeof(special[0]))];
-    case 1: return from_bits(rng());
-    default: return std::normal_distribution<float>(0.0f, 8.0f)(rng);
+    case 0:
+      return special[rng() % (sizeof(special) / sizeof(special[0]))];
+    case 1:
+      return from_bits(rng());
+    default:
+      return std::normal_distribution<float>(0.0f, 8.0f)(rng);
   }
 }
 
 float expected(int op, const float* a, const float* b, const float* c, int i) {
   const float x = a[i], y = b[i], z = c[i];
   switch (op) {
-    case 0: return x + y;
-    case 1: return x - y;
-    case 2: return x * y;
-    case 3: return x / y;
-    case 4: return std::fma(x, y, z);
-    case 5: return std::fma(-x, y, z);
-    case 6: return x > y ? x : y;
-    case 7: return x < y ? x : y;
-    case 8: return std::isnan(x) || std::isnan(y) ? kNan : (x > y ? x : y);
-    case 9: return std::isnan(x) || std::isnan(y) ? kNan : (x < y ? x : y);
-    case 10: return std::sqrt(x);
-    case 11: return from_bits(bits_of(x) ^ 0x80000000u);
-    case 12: return std::fabs(x);
-    case 13: return std::copysign(x, y);
-    case 14: return x < y ? x : z;
-    case 15: return x <= y ? x : z;
-    case 16: return x == y ? x : z;
-    case 17: return x != y ? x : z;
-    case 18: return !(x > y) && !std::isnan(z) ? x : z;
-    default: break;
+    case 0:
+      return x + y;
+    case 1:
+      return x - y;
+    case 2:
+      return x * y;
+    case 3:
+      return x / y;
+    case 4:
+      return std::fma(x, y, z);
+    case 5:
+      return std::fma(-x, y, z);
+    case 6:
+      return x > y ? x : y;
+    case 7:
+      return x < y ? x : y;
+    case 8:
+      return std::isnan(x) || std::isnan(y) ? kNan : (x > y ? x : y);
+    case 9:
+      return std::isnan(x) || std::isnan(y) ? kNan : (x < y ? x : y);
+    case 10:
+      return std::sqrt(x);
+    case 11:
+      return from_bits(bits_of(x) ^ 0x80000000u);
+    case 12:
+      return std::fabs(x);
+    case 13:
+      return std::copysign(x, y);
+    case 14:
+      return x < y ? x : z;
+    case 15:
+      return x <= y ? x : z;
+    case 16:
+      return x == y ? x : z;
+    case 17:
+      return x != y ? x : z;
+    case 18:
+      return !(x > y) && !std::isnan(z) ? x : z;
+    default:
+      break;
   }
   float lanes[kLanes];
   std::memcpy(lanes, a, sizeof(lanes));
   for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int j = 0; j < width; ++j) {
-      if (op == 22) lanes[j] += lanes[j + width];
-      else lanes[j] = lanes[j] > lanes[j + width] ? lanes[j] : lanes[j + width];
+      if (op == 22)
+        lanes[j] += lanes[j + width];
+      else
+        lanes[j] = lanes[j] > lanes[j + width] ? lanes[j] : lanes[j + width];
     }
   }
   return lanes[0];
@@ -149,8 +172,8 @@ TEST(Vec, FloatOperationsMatchScalarCode) {
           const float want = expected(op, a, b, c, i);
           // reduce_max may return either zero.
           ASSERT_TRUE(same(out[i], want) || (op == 23 && out[i] == want))
-              << level.name << " op " << op << " lane " << i << ": " << a[i] << ", " << b[i]
-              << ", " << c[i] << " gave " << out[i] << ", expected " << want;
+              << level.name << " op " << op << " lane " << i << ": " << a[i] << ", " << b[i] << ", " << c[i]
+              << " gave " << out[i] << ", expected " << want;
         }
       }
     }
@@ -161,22 +184,36 @@ int32_t expected_int(int op, int32_t sx, int32_t sy, int lane) {
   const uint32_t x = static_cast<uint32_t>(sx), y = static_cast<uint32_t>(sy);
   const float f = from_bits(x);
   switch (op) {
-    case 0: return static_cast<int32_t>(x + y);
-    case 1: return static_cast<int32_t>(x - y);
-    case 2: return static_cast<int32_t>(x * y);
-    case 3: return sx ^ sy;
-    case 4: return sx & sy;
-    case 5: return sx | sy;
-    case 6: return static_cast<int32_t>(x << 7);
-    case 7: return static_cast<int32_t>(x >> 7);
-    case 8: return sx >> 7;
-    case 9: return static_cast<int32_t>((uint64_t{x} * y) >> 32);
+    case 0:
+      return static_cast<int32_t>(x + y);
+    case 1:
+      return static_cast<int32_t>(x - y);
+    case 2:
+      return static_cast<int32_t>(x * y);
+    case 3:
+      return sx ^ sy;
+    case 4:
+      return sx & sy;
+    case 5:
+      return sx | sy;
+    case 6:
+      return static_cast<int32_t>(x << 7);
+    case 7:
+      return static_cast<int32_t>(x >> 7);
+    case 8:
+      return sx >> 7;
+    case 9:
+      return static_cast<int32_t>((uint64_t{x} * y) >> 32);
     case 10:
       return std::fabs(f) < 2147483648.0f ? static_cast<int32_t>(std::nearbyint(f)) : INT32_MIN;
-    case 11: return static_cast<int32_t>(bits_of(static_cast<float>(sx)));
-    case 12: return sx < sy ? sx : lane;
-    case 13: return sx == sy ? sx : 0;
-    default: return sx > sy ? sx : sy;
+    case 11:
+      return static_cast<int32_t>(bits_of(static_cast<float>(sx)));
+    case 12:
+      return sx < sy ? sx : lane;
+    case 13:
+      return sx == sy ? sx : 0;
+    default:
+      return sx > sy ? sx : sy;
   }
 }
 

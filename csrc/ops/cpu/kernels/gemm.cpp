@@ -27,7 +27,11 @@ constexpr int64_t kBlockRows = 6 * kTileRows;  // mc
 constexpr int64_t kDepth = 384;
 constexpr int64_t kBlockRows = 28 * kTileRows;
 #endif
+// B is read in place, not packed, for up to kDirectRows rows, and for up to kDirectShortRows where
+// the sum is so short that a column of panels stays in L2 whatever the leading dimension.
 constexpr int64_t kDirectRows = 4 * kTileRows;
+constexpr int64_t kDirectShortRows = 20 * kTileRows;
+constexpr int64_t kDirectDepth = 256;
 constexpr int64_t kDepthUnit = 16;  // cuts of k keep whole registers for the transposing copy
 // Columns of a slab: the packed B (k x slab) streams from L3 once per row block.
 constexpr int64_t kSlabCols = 32 * kTileCols;
@@ -51,8 +55,10 @@ template <int kRows, int kVecs>
 constexpr void fill_kernels(KernelTable& table) {
   if constexpr (kVecs == kTileVecs) table.whole[kRows] = micro_kernel<kRows, kVecs, false>;
   table.partial[kVecs][kRows] = micro_kernel<kRows, kVecs, true>;
-  if constexpr (kRows > 1) fill_kernels<kRows - 1, kVecs>(table);
-  else if constexpr (kVecs > 1) fill_kernels<kTileRows, kVecs - 1>(table);
+  if constexpr (kRows > 1)
+    fill_kernels<kRows - 1, kVecs>(table);
+  else if constexpr (kVecs > 1)
+    fill_kernels<kTileRows, kVecs - 1>(table);
 }
 
 constexpr KernelTable make_kernels() {
@@ -77,8 +83,7 @@ struct Panels {
 
 // C [m, n] from panels of A, a_panel_stride apart, and of B.
 void multiply_block(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_panel_stride,
-                    const Panels& panels, float* c, int64_t c_stride, bool accumulate,
-                    const float* bias) {
+                    const Panels& panels, float* c, int64_t c_stride, bool accumulate, const float* bias) {
   const float* b = panels.data;
   Tile tile;
   tile.k = k;
@@ -133,8 +138,8 @@ struct Cut {
 void multiply_serial(const GemmArgs& g, float* packed_b, float* packed_a) {
   const Cut sums(g.k, kDepthUnit, kMaxK), slabs(g.n, kTileCols, kSlabCols),
       blocks(g.m, kTileRows, kBlockRows);
-  // Few rows do not repay a copy of B whose rows can be read as they are.
-  const bool direct = g.b_col_stride == 1 && g.m <= kDirectRows;
+  const bool direct =
+      g.b_col_stride == 1 && (g.m <= kDirectRows || (g.m <= kDirectShortRows && g.k <= kDirectDepth));
   for (int64_t sum = 0; sum < sums.parts; ++sum) {
     const int64_t k0 = sums.begin(sum), k = sums.begin(sum + 1) - k0;
     const Cut depths(k, kDepthUnit, kDepth);
@@ -152,10 +157,9 @@ void multiply_serial(const GemmArgs& g, float* packed_b, float* packed_a) {
           const int64_t p = depths.begin(step), depth = depths.begin(step + 1) - p;
           pack<kTileRows>(g.a + i * g.a_row_stride + (k0 + p) * g.a_col_stride, g.a_row_stride,
                           g.a_col_stride, rows, depth, packed_a, depth * kTileRows);
-          const Panels part = {panels.data + p * panels.row_stride, panels.panel_stride,
-                               panels.row_stride};
-          multiply_block(rows, cols, depth, packed_a, depth * kTileRows, part,
-                         g.c + i * g.c_row_stride + j, g.c_row_stride, g.accumulate || k0 + p > 0,
+          const Panels part = {panels.data + p * panels.row_stride, panels.panel_stride, panels.row_stride};
+          multiply_block(rows, cols, depth, packed_a, depth * kTileRows, part, g.c + i * g.c_row_stride + j,
+                         g.c_row_stride, g.accumulate || k0 + p > 0,
                          g.bias != nullptr && k0 + p + depth == g.k ? g.bias + j : nullptr);
         }
       }
@@ -239,16 +243,14 @@ void gemm_f32_serial(const GemmArgs& g, void* scratch) {
     return;
   }
   float* const packed_b = static_cast<float*>(scratch);
-  multiply_serial(g, packed_b,
-                  packed_b + packed_b_floats(smaller(g.k, kMaxK), smaller(g.n, kSlabCols)));
+  multiply_serial(g, packed_b, packed_b + packed_b_floats(smaller(g.k, kMaxK), smaller(g.n, kSlabCols)));
 }
 
 void gemm_f32(const GemmArgs& g, ThreadPool& pool) {
   if (g.m <= 0 || g.n <= 0) return;
   const int64_t threads = pool.num_threads();
   // Below about 50 us of work waking a thread costs more than it brings.
-  const double work = static_cast<double>(g.m) * static_cast<double>(g.n) *
-                      static_cast<double>(g.k);
+  const double work = static_cast<double>(g.m) * static_cast<double>(g.n) * static_cast<double>(g.k);
   Partition part = {&g, &pool, g.m, g.n, 1};
   int64_t grid_rows = 1;
   if (threads > 1 && work > 2.0e6) {
@@ -258,8 +260,8 @@ void gemm_f32(const GemmArgs& g, ThreadPool& pool) {
       const int64_t c = threads / r;
       const int64_t rows = round_up((g.m + r - 1) / r, kTileRows);
       const int64_t cols = round_up((g.n + c - 1) / c, kTileCols);
-      const double cost = static_cast<double>(rows) * static_cast<double>(cols) +
-                          16.0 * static_cast<double>(rows + cols);
+      const double cost =
+          static_cast<double>(rows) * static_cast<double>(cols) + 16.0 * static_cast<double>(rows + cols);
       if (cost < best) {
         best = cost;
         grid_rows = r;

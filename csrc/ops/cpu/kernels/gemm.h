@@ -37,33 +37,37 @@ struct GemmArgs {
   const float* bias = nullptr;
 };
 
-#define POLYREME_DECLARE_GEMM(isa)                                                                \
-  namespace isa {                                                                                 \
-  /* On the pool's threads; also from inside a task, then on that task's thread alone. Uses the */ \
-  /* pool's scratch. Throws std::bad_alloc. */                                                    \
-  void gemm_f32(const GemmArgs& args, ThreadPool& pool);                                          \
-                                                                                                  \
-  /* On the calling thread, for use inside a task. `scratch` is 64-byte aligned and holds at */   \
-  /* least gemm_f32_scratch_bytes(m, n, k) bytes. Never throws. */                                \
-  void gemm_f32_serial(const GemmArgs& args, void* scratch);                                      \
-  int64_t gemm_f32_scratch_bytes(int64_t m, int64_t n, int64_t k);                                \
-                                                                                                  \
-  /* The same in two steps, for an operand that is used several times. A packed operand keeps */  \
-  /* whole rows of k: A as panels of gemm_panel_rows() rows, B as panels of gemm_panel_cols() */  \
-  /* columns, each panel k-major; panels are packed_panel_stride apart, so that a block that */   \
-  /* starts at a multiple of the panel width can be used alone, see gemm_f32_packed. */           \
-  int64_t gemm_panel_rows();                                                                      \
-  int64_t gemm_panel_cols();                                                                      \
-  int64_t gemm_packed_a_bytes(int64_t m, int64_t k);                                              \
-  int64_t gemm_packed_b_bytes(int64_t k, int64_t n);                                              \
-  void gemm_pack_a(const GemmArgs& args, float* packed); /* reads m, k, a and its strides */      \
-  void gemm_pack_b(const GemmArgs& args, float* packed); /* reads k, n, b and its strides */      \
-                                                                                                  \
-  /* Multiplies packed operands; reads m, n, k, c, c_row_stride, accumulate, bias of `args`. */   \
-  /* Both operands were packed with this k. Row i0 (a multiple of gemm_panel_rows()) of a packed */ \
-  /* A starts at packed_a + i0 * k, column j0 (a multiple of gemm_panel_cols()) of a packed B at */ \
-  /* packed_b + k * j0. */                                                                        \
-  void gemm_f32_packed(const GemmArgs& args, const float* packed_a, const float* packed_b);       \
+// gemm_f32: on the pool's threads. Uses the scratch memory of every thread it runs on, so what the
+//   caller keeps in pool.scratch() is lost. Called inside a task it runs on that task's thread
+//   alone. Throws std::bad_alloc.
+//
+// gemm_f32_serial: on the calling thread, for use inside a task. `scratch` is 64-byte aligned and
+//   holds at least gemm_f32_scratch_bytes(m, n, k) bytes (monotonic in each size). Never throws.
+//
+// Packed operands, for an operand that is used several times. A is kept as panels of
+// gemm_panel_rows() rows, B as panels of gemm_panel_cols() columns, each panel with all of its k:
+//   A[i, p] at packed_a[(i / R) * R * k + p * R + i % R],  R = gemm_panel_rows()
+//   B[p, j] at packed_b[(j / W) * W * k + p * W + j % W],  W = gemm_panel_cols()
+// so rows from i0 (a multiple of R) start at packed_a + i0 * k, columns from j0 (a multiple of W) at
+// packed_b + j0 * k. A C of W columns with row stride W is itself a packed B whose k is C's m: a
+// chain of two products needs no copy in between. Buffers are 64-byte aligned, of
+// gemm_packed_*_bytes (a little is spare; lanes past the last row or column hold anything).
+//
+// gemm_pack_a reads m, k, a and its strides of `args`; gemm_pack_b reads k, n, b and its strides.
+// gemm_f32_packed reads m, n, k, c, c_row_stride, accumulate, bias; both operands were packed with
+//   this k. Never throws.
+#define POLYREME_DECLARE_GEMM(isa)                                                          \
+  namespace isa {                                                                           \
+  void gemm_f32(const GemmArgs& args, ThreadPool& pool);                                    \
+  void gemm_f32_serial(const GemmArgs& args, void* scratch);                                \
+  int64_t gemm_f32_scratch_bytes(int64_t m, int64_t n, int64_t k);                          \
+  int64_t gemm_panel_rows();                                                                \
+  int64_t gemm_panel_cols();                                                                \
+  int64_t gemm_packed_a_bytes(int64_t m, int64_t k);                                        \
+  int64_t gemm_packed_b_bytes(int64_t k, int64_t n);                                        \
+  void gemm_pack_a(const GemmArgs& args, float* packed);                                    \
+  void gemm_pack_b(const GemmArgs& args, float* packed);                                    \
+  void gemm_f32_packed(const GemmArgs& args, const float* packed_a, const float* packed_b); \
   }
 
 POLYREME_DECLARE_GEMM(avx2)

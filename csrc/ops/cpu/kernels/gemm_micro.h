@@ -23,14 +23,14 @@ constexpr int kTileCols = kTileVecs * kWidth;
 // One call of a micro-kernel: C tile [rows, cols] += a panel [k, rows] times b panel [k, cols].
 struct Tile {
   int64_t k;
-  const float* a;      // k-major, kTileRows apart
-  const float* b;      // k-major, b_stride apart: kTileCols if packed, else the matrix's own
+  const float* a;  // k-major, kTileRows apart
+  const float* b;  // k-major, b_stride apart: kTileCols if packed, else the matrix's own
   int64_t b_stride;
   float* c;
   int64_t c_stride;
-  const float* bias;   // of the tile's first column, or null
-  const float* next_c; // the tile to come, fetched into the caches meanwhile
-  int cols;            // columns of C in this tile
+  const float* bias;    // of the tile's first column, or null
+  const float* next_c;  // the tile to come, fetched into the caches meanwhile
+  int cols;             // columns of C in this tile
   bool accumulate;
 };
 
@@ -39,9 +39,7 @@ inline __attribute__((always_inline)) Vec vec_load(const float* p) { return _mm5
 inline __attribute__((always_inline)) Vec vec_set(float x) { return _mm512_set1_ps(x); }
 inline __attribute__((always_inline)) Vec vec_zero() { return _mm512_setzero_ps(); }
 inline __attribute__((always_inline)) void vec_store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
-inline __attribute__((always_inline)) Vec vec_fma(Vec a, Vec b, Vec c) {
-  return _mm512_fmadd_ps(a, b, c);
-}
+inline __attribute__((always_inline)) Vec vec_fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 // The first n lanes, n in [1, kWidth].
 inline __attribute__((always_inline)) Vec vec_load_first(const float* p, int n) {
   return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1u), p);
@@ -54,9 +52,7 @@ inline __attribute__((always_inline)) Vec vec_load(const float* p) { return _mm2
 inline __attribute__((always_inline)) Vec vec_set(float x) { return _mm256_set1_ps(x); }
 inline __attribute__((always_inline)) Vec vec_zero() { return _mm256_setzero_ps(); }
 inline __attribute__((always_inline)) void vec_store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
-inline __attribute__((always_inline)) Vec vec_fma(Vec a, Vec b, Vec c) {
-  return _mm256_fmadd_ps(a, b, c);
-}
+inline __attribute__((always_inline)) Vec vec_fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline __attribute__((always_inline)) __m256i vec_mask(int n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -141,8 +137,10 @@ __attribute__((noinline)) void micro_kernel(const Tile& t) {
 #pragma GCC unroll 4
     for (int j = 0; j < kVecs; ++j) {
       float* p = c + i * c_stride + j * kWidth;
-      if (kPartial && j == kVecs - 1) vec_store_first(p, acc[i][j], last);
-      else vec_store(p, acc[i][j]);
+      if (kPartial && j == kVecs - 1)
+        vec_store_first(p, acc[i][j], last);
+      else
+        vec_store(p, acc[i][j]);
     }
   }
 }

@@ -15,9 +15,7 @@
 namespace polyreme::cpu::POLYREME_ISA {
 namespace {
 
-inline __attribute__((always_inline)) int64_t smaller(int64_t a, int64_t b) {
-  return a < b ? a : b;
-}
+inline __attribute__((always_inline)) int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // ---- Square transposes in registers -------------------------------------------------------------
 
@@ -27,41 +25,40 @@ inline __attribute__((always_inline)) void transpose(Vec* r) {
   Vec t[16], u[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i += 2) {
-    t[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12,
-                                   28, 13, 29);
-    t[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27,
-                                       14, 30, 15, 31);
+    t[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    t[i + 1] =
+        __builtin_shufflevector(r[i], r[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 16; i += 4) {
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      u[i + 2 * h] = __builtin_shufflevector(t[i + h], t[i + 2 + h], 0, 1, 16, 17, 4, 5, 20, 21, 8,
-                                             9, 24, 25, 12, 13, 28, 29);
-      u[i + 2 * h + 1] = __builtin_shufflevector(t[i + h], t[i + 2 + h], 2, 3, 18, 19, 6, 7, 22,
-                                                 23, 10, 11, 26, 27, 14, 15, 30, 31);
+      u[i + 2 * h] = __builtin_shufflevector(t[i + h], t[i + 2 + h], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25,
+                                             12, 13, 28, 29);
+      u[i + 2 * h + 1] = __builtin_shufflevector(t[i + h], t[i + 2 + h], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11,
+                                                 26, 27, 14, 15, 30, 31);
     }
   }
   // u[4g + q] holds, in its 128-bit quarter p, column 4p + q of rows 4g..4g+3.
 #pragma GCC unroll 4
   for (int q = 0; q < 4; ++q) {
     const Vec a = u[q], b = u[4 + q], c = u[8 + q], d = u[12 + q];
-    const Vec ab_even = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24,
-                                                25, 26, 27);
-    const Vec ab_odd = __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23,
-                                               28, 29, 30, 31);
-    const Vec cd_even = __builtin_shufflevector(c, d, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24,
-                                                25, 26, 27);
-    const Vec cd_odd = __builtin_shufflevector(c, d, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23,
-                                               28, 29, 30, 31);
-    r[q] = __builtin_shufflevector(ab_even, cd_even, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24,
-                                   25, 26, 27);
-    r[8 + q] = __builtin_shufflevector(ab_even, cd_even, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22,
-                                       23, 28, 29, 30, 31);
-    r[4 + q] = __builtin_shufflevector(ab_odd, cd_odd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19,
-                                       24, 25, 26, 27);
-    r[12 + q] = __builtin_shufflevector(ab_odd, cd_odd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23,
-                                        28, 29, 30, 31);
+    const Vec ab_even =
+        __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    const Vec ab_odd =
+        __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    const Vec cd_even =
+        __builtin_shufflevector(c, d, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    const Vec cd_odd =
+        __builtin_shufflevector(c, d, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    r[q] =
+        __builtin_shufflevector(ab_even, cd_even, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    r[8 + q] =
+        __builtin_shufflevector(ab_even, cd_even, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    r[4 + q] =
+        __builtin_shufflevector(ab_odd, cd_odd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    r[12 + q] =
+        __builtin_shufflevector(ab_odd, cd_odd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
   }
 }
 #else
@@ -195,8 +192,8 @@ void pack_interleaved(const float* src, int64_t stride, int64_t count, int64_t k
 }
 
 template <int kPanel>
-void pack(const float* src, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k,
-          float* dst, int64_t panel_stride) {
+void pack(const float* src, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k, float* dst,
+          int64_t panel_stride) {
   // A single line with any k stride has interleaved form; line_stride is free when count <= 1.
   if (k_stride == 1 || k == 1) {
     pack_transposed<kPanel>(src, line_stride, count, k, dst, panel_stride);

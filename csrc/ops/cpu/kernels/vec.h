@@ -58,9 +58,7 @@ struct m16 {  // all ones or all zeros a lane
 
 #if defined(__AVX512F__)
 
-POLYREME_INLINE __mmask16 lane_mask_bits(int n) {
-  return static_cast<__mmask16>((1u << n) - 1u);
-}
+POLYREME_INLINE __mmask16 lane_mask_bits(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
 
 POLYREME_INLINE v16f load(const float* p) { return {_mm512_loadu_ps(p)}; }
 POLYREME_INLINE v16f load_aligned(const float* p) { return {_mm512_load_ps(p)}; }
@@ -93,12 +91,9 @@ POLYREME_INLINE __m256i lane_mask_half(int n, int first) {
 }
 
 POLYREME_INLINE v16f load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-POLYREME_INLINE v16f load_aligned(const float* p) {
-  return {_mm256_load_ps(p), _mm256_load_ps(p + 8)};
-}
+POLYREME_INLINE v16f load_aligned(const float* p) { return {_mm256_load_ps(p), _mm256_load_ps(p + 8)}; }
 POLYREME_INLINE v16f load_partial(const float* p, int n) {
-  return {_mm256_maskload_ps(p, lane_mask_half(n, 0)),
-          _mm256_maskload_ps(p + 8, lane_mask_half(n, 8))};
+  return {_mm256_maskload_ps(p, lane_mask_half(n, 0)), _mm256_maskload_ps(p + 8, lane_mask_half(n, 8))};
 }
 POLYREME_INLINE void store(float* p, v16f a) {
   _mm256_storeu_ps(p, a.lo);
@@ -133,8 +128,7 @@ POLYREME_INLINE v16f zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()};
 POLYREME_INLINE v16i broadcast_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 POLYREME_INLINE v16i zero_i() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 POLYREME_INLINE v16i iota() {  // 0, 1, ..., 15
-  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
-          _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
 }
 
 #endif
@@ -177,20 +171,12 @@ POLYREME_INLINE v16f fma(v16f a, v16f b, v16f c) {  // a * b + c, rounded once
 POLYREME_INLINE v16f fnma(v16f a, v16f b, v16f c) {  // c - a * b, rounded once
   return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)};
 }
-POLYREME_INLINE v16f max(v16f a, v16f b) {
-  return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
-}
-POLYREME_INLINE v16f min(v16f a, v16f b) {
-  return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
-}
+POLYREME_INLINE v16f max(v16f a, v16f b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+POLYREME_INLINE v16f min(v16f a, v16f b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 POLYREME_INLINE v16f sqrt(v16f a) { return {_mm256_sqrt_ps(a.lo), _mm256_sqrt_ps(a.hi)}; }
 
-POLYREME_INLINE v16i as_int(v16f a) {
-  return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)};
-}
-POLYREME_INLINE v16f as_float(v16i a) {
-  return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)};
-}
+POLYREME_INLINE v16i as_int(v16f a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
+POLYREME_INLINE v16f as_float(v16i a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
 
 #endif
 
@@ -230,8 +216,7 @@ POLYREME_INLINE v16f to_float(v16i a) { return {_mm512_maskz_cvtepi32_ps(0xffff,
 
 // Sixteen unsigned 16-bit values to and from the low halves of the lanes.
 POLYREME_INLINE v16i load_u16(const uint16_t* p) {
-  return {_mm512_maskz_cvtepu16_epi32(0xffff,
-                                      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+  return {_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 POLYREME_INLINE void store_u16(uint16_t* p, v16i a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtepi32_epi16(0xffff, a.v));
@@ -280,12 +265,8 @@ POLYREME_INLINE v16i mul_high_unsigned(v16i a, v16i b) {
   return {mul_high_half(a.lo, b.lo), mul_high_half(a.hi, b.hi)};
 }
 // Nearest integer, ties to even; out of range and NaN give INT32_MIN.
-POLYREME_INLINE v16i round_to_int(v16f a) {
-  return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)};
-}
-POLYREME_INLINE v16f to_float(v16i a) {
-  return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)};
-}
+POLYREME_INLINE v16i round_to_int(v16f a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+POLYREME_INLINE v16f to_float(v16i a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 
 // Sixteen unsigned 16-bit values to and from the low halves of the lanes.
 POLYREME_INLINE v16i load_u16(const uint16_t* p) {
@@ -296,8 +277,7 @@ POLYREME_INLINE void store_u16(uint16_t* p, v16i a) {
   // packus saturates, so the high halves are cleared first; it works per 128-bit half, so the
   // middle quarters are swapped back.
   const __m256i low = _mm256_set1_epi32(0xffff);
-  const __m256i packed =
-      _mm256_packus_epi32(_mm256_and_si256(a.lo, low), _mm256_and_si256(a.hi, low));
+  const __m256i packed = _mm256_packus_epi32(_mm256_and_si256(a.lo, low), _mm256_and_si256(a.hi, low));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
 }
 
@@ -317,18 +297,10 @@ POLYREME_INLINE v16f copy_sign(v16f a, v16f b) {
 
 #if defined(__AVX512F__)
 
-POLYREME_INLINE m16 operator<(v16f a, v16f b) {
-  return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)};
-}
-POLYREME_INLINE m16 operator<=(v16f a, v16f b) {
-  return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ)};
-}
-POLYREME_INLINE m16 operator==(v16f a, v16f b) {
-  return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ)};
-}
-POLYREME_INLINE m16 not_equal(v16f a, v16f b) {
-  return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_UQ)};
-}
+POLYREME_INLINE m16 operator<(v16f a, v16f b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+POLYREME_INLINE m16 operator<=(v16f a, v16f b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ)}; }
+POLYREME_INLINE m16 operator==(v16f a, v16f b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ)}; }
+POLYREME_INLINE m16 not_equal(v16f a, v16f b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_NEQ_UQ)}; }
 POLYREME_INLINE m16 is_nan(v16f a) { return {_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q)}; }
 POLYREME_INLINE m16 operator<(v16i a, v16i b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
 POLYREME_INLINE m16 operator==(v16i a, v16i b) { return {_mm512_cmpeq_epi32_mask(a.v, b.v)}; }
@@ -337,12 +309,8 @@ POLYREME_INLINE m16 operator&(m16 a, m16 b) { return {static_cast<__mmask16>(a.v
 POLYREME_INLINE m16 operator|(m16 a, m16 b) { return {static_cast<__mmask16>(a.v | b.v)}; }
 POLYREME_INLINE m16 operator~(m16 a) { return {static_cast<__mmask16>(~a.v)}; }
 
-POLYREME_INLINE v16f select(m16 m, v16f yes, v16f no) {
-  return {_mm512_mask_blend_ps(m.v, no.v, yes.v)};
-}
-POLYREME_INLINE v16i select(m16 m, v16i yes, v16i no) {
-  return {_mm512_mask_blend_epi32(m.v, no.v, yes.v)};
-}
+POLYREME_INLINE v16f select(m16 m, v16f yes, v16f no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
+POLYREME_INLINE v16i select(m16 m, v16i yes, v16i no) { return {_mm512_mask_blend_epi32(m.v, no.v, yes.v)}; }
 POLYREME_INLINE uint32_t mask_bits(m16 m) { return m.v; }  // bit i is lane i
 POLYREME_INLINE m16 mask_from_bits(uint32_t bits) { return {static_cast<__mmask16>(bits)}; }
 
@@ -420,9 +388,7 @@ POLYREME_INLINE v16f min_nan(v16f a, v16f b) { return select(is_nan(a), a, min(a
 // One fixed tree: lane i with i + 8, then i + 4, i + 2, i + 1.
 
 #if defined(__AVX512F__)
-POLYREME_INLINE __m256 low_half(v16f a) {
-  return __builtin_shufflevector(a.v, a.v, 0, 1, 2, 3, 4, 5, 6, 7);
-}
+POLYREME_INLINE __m256 low_half(v16f a) { return __builtin_shufflevector(a.v, a.v, 0, 1, 2, 3, 4, 5, 6, 7); }
 POLYREME_INLINE __m256 high_half(v16f a) {
   return __builtin_shufflevector(a.v, a.v, 8, 9, 10, 11, 12, 13, 14, 15);
 }
@@ -447,9 +413,7 @@ POLYREME_INLINE float reduce_max(v16f a) {
 
 // ---- bf16 ---------------------------------------------------------------------------------------
 
-POLYREME_INLINE v16f load_bf16(const uint16_t* p) {
-  return as_float(shift_left<16>(load_u16(p)));
-}
+POLYREME_INLINE v16f load_bf16(const uint16_t* p) { return as_float(shift_left<16>(load_u16(p))); }
 // Rounds to nearest, ties to even; overflow goes to infinity, NaN stays a (quiet) NaN.
 POLYREME_INLINE void store_bf16(uint16_t* p, v16f a) {
   const v16i bits = as_int(a);
@@ -493,8 +457,7 @@ POLYREME_INLINE v16f tanh(v16f x) {
   p = fma(p, z, broadcast(1.33314422036e-1f));
   p = fma(p, z, broadcast(-3.33332819422e-1f));
   const v16f small = fma(p * z, x, x);
-  const v16f large =
-      broadcast(1.0f) - broadcast(2.0f) / (exp(a + a) + broadcast(1.0f));
+  const v16f large = broadcast(1.0f) - broadcast(2.0f) / (exp(a + a) + broadcast(1.0f));
   return select(a < broadcast(0.625f), small, copy_sign(large, x));
 }
 

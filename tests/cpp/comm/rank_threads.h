@@ -1,0 +1,61 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/factory.h"
+#include "device/cpu/cpu_device.h"
+
+namespace polyreme {
+
+// The class of an exception, as the tests name it.
+inline std::string outcome_of(const std::exception_ptr& error) {
+  if (!error) return "ok";
+  try {
+    std::rethrow_exception(error);
+  } catch (const Timeout& e) {
+    return std::string("Timeout: ") + e.what();
+  } catch (const PeerLost& e) {
+    return std::string("PeerLost: ") + e.what();
+  } catch (const CollectiveMismatch& e) {
+    return std::string("CollectiveMismatch: ") + e.what();
+  } catch (const CommError& e) {
+    return std::string("CommError: ") + e.what();
+  } catch (const InvalidArgument& e) {
+    return std::string("InvalidArgument: ") + e.what();
+  } catch (const OutOfMemory& e) {
+    return std::string("OutOfMemory: ") + e.what();
+  } catch (const std::exception& e) {
+    return std::string("exception: ") + e.what();
+  }
+}
+
+// Runs `rank_main` on a thread per rank of a local group, each with a device of its own. The
+// communicator dies with the thread's function, by an exception too. Returns "ok" or
+// "<class>: <message>" by rank.
+inline std::vector<std::string> run_on_threads(int size, const CommOptions& options,
+                                               const CpuDeviceOptions& device_options,
+                                               const std::function<void(Communicator&, Device&)>& rank_main) {
+  auto communicators = make_local_communicators(size, options);
+  std::vector<std::exception_ptr> errors(static_cast<size_t>(size));
+  std::vector<std::thread> threads;
+  for (int r = 0; r < size; ++r)
+    threads.emplace_back([&, r, mine = std::move(communicators[static_cast<size_t>(r)])]() mutable {
+      try {
+        const auto device = make_cpu_device(device_options);
+        const auto communicator = std::move(mine);
+        rank_main(*communicator, *device);
+      } catch (...) {
+        errors[static_cast<size_t>(r)] = std::current_exception();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  std::vector<std::string> outcomes;
+  for (const std::exception_ptr& error : errors) outcomes.push_back(outcome_of(error));
+  return outcomes;
+}
+
+}  // namespace polyreme
