@@ -88,8 +88,8 @@ void bind_engine(py::module_& m) {
   bind_model(m);
   py::class_<Engine>(m, "Engine")
       .def(py::init([](World& world, Mesh& mesh, const GptConfig& config, int64_t global_batch, int64_t micro_batch,
-                       int64_t lanes_dp, uint64_t seed, float clip_norm, const std::string& rule, float beta1,
-                       float beta2, float eps, float momentum, const std::vector<float>& weight_decay) {
+                       int64_t lanes_dp, uint64_t seed, float clip_norm, const std::string& rule, double beta1,
+                       double beta2, double eps, double momentum, const std::vector<double>& weight_decay) {
              const EngineOptions options{.global_batch = global_batch,
                                          .micro_batch = micro_batch,
                                          .lanes_dp = lanes_dp,
@@ -110,7 +110,7 @@ void bind_engine(py::module_& m) {
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def(
           "train_step",
-          [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, float lr) {
+          [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
             StepStats stats;
             {
               const py::gil_scoped_release release;
@@ -121,7 +121,7 @@ void bind_engine(py::module_& m) {
           "data"_a, "order"_a, "step"_a, "lr"_a)
       .def(
           "train_batch",
-          [](Engine& engine, const IntArray& tokens, const IntArray& targets, float lr) {
+          [](Engine& engine, const IntArray& tokens, const IntArray& targets, double lr) {
             const HostBatch batch = host_batch(tokens, &targets);
             StepStats stats;
             {

@@ -110,12 +110,15 @@ class Meeting {
   void wait_for_verdict() {
     while (true) {
       const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - Clock::now());
+      const auto slice = std::min(left, options_.progress_interval);
+      std::string verdict;
       try {
-        const auto slice = std::min(left, options_.progress_interval);
-        return obey(store_.get(key("verdict"), std::max(slice, std::chrono::milliseconds(1))));
+        verdict = store_.get(key("verdict"), std::max(slice, std::chrono::milliseconds(1)));
       } catch (const Timeout&) {
         report_or_time_out();
+        continue;
       }
+      return obey(verdict);
     }
   }
 

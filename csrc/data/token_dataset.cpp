@@ -36,7 +36,8 @@ struct TokenDataset::Mapping {
 };
 
 TokenDataset::TokenDataset(const std::string& path) : path_(path) {
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // O_NONBLOCK: opening a pipe would wait for its writer, before it could be refused.
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   require(fd >= 0, "cannot open the token file '", path, "': ", std::strerror(errno), kRemedy);
   struct stat info {};
   const bool is_file = fstat(fd, &info) == 0 && S_ISREG(info.st_mode);
@@ -114,6 +115,7 @@ void TokenDataset::read_sample(int64_t index, int64_t seq_len, int64_t vocab_lim
 SampleOrder::SampleOrder(int64_t num_samples, uint64_t seed, bool shuffle)
     : num_samples_(num_samples), seed_(seed), shuffle_(shuffle), half_bits_(1) {
   require(num_samples >= 1, "the data has no samples; use more text or a shorter seq_len");
+  require(num_samples <= int64_t{1} << 60, "the data has ", num_samples, " samples; expected at most 2^60");
   while ((uint64_t{1} << (2 * half_bits_)) < static_cast<uint64_t>(num_samples)) ++half_bits_;
 }
 

@@ -50,8 +50,9 @@ class TokenDataset {
 // domains", CT-RSA 2002).
 class SampleOrder {
  public:
-  // Throws InvalidArgument unless num_samples >= 1.
+  // Throws InvalidArgument unless 1 <= num_samples <= 2^60.
   SampleOrder(int64_t num_samples, uint64_t seed, bool shuffle);
+  int64_t num_samples() const { return num_samples_; }
   // The sample at `position` >= 0 of the endless sequence; epoch = position / num_samples.
   int64_t operator()(int64_t position) const;
 

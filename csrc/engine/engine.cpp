@@ -13,6 +13,7 @@ int64_t checked_lanes(EngineOptions& options, const Communicator& dp) {
   const int64_t ranks = dp.size();
   check_lanes("dp", options.lanes_dp, ranks);
   require(options.micro_batch >= 1, "micro_batch=", options.micro_batch, "; expected at least 1");
+  require(options.clip_norm >= 0, "clip_norm=", options.clip_norm, "; expected 0 (no limit) or more");
   require(options.global_batch >= ranks, "global_batch=", options.global_batch, " is less than dp=", ranks,
           ": some ranks would have no sample; use at least one sample per rank");
   require(options.global_batch % options.lanes_dp == 0, "global_batch=", options.global_batch,
@@ -26,6 +27,23 @@ uint32_t name_hash(const std::string& name) {
   for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
   return hash;
 }
+
+// Host memory that operations read or write must outlive them, also where an error ends the call.
+class WaitAtExit {
+ public:
+  explicit WaitAtExit(Stream& stream) : stream_(stream) {}
+  ~WaitAtExit() {
+    try {
+      stream_.synchronize();
+    } catch (...) {  // the error that ends the call is the one to report
+    }
+  }
+  WaitAtExit(const WaitAtExit&) = delete;
+  WaitAtExit& operator=(const WaitAtExit&) = delete;
+
+ private:
+  Stream& stream_;
+};
 
 int64_t count_valid(const HostBatch& batch) {
   return std::count_if(batch.targets.begin(), batch.targets.end(), [](int32_t t) { return t != kIgnoreIndex; });
@@ -67,9 +85,9 @@ void Engine::check_batch(const HostBatch& batch, int64_t num_samples, bool needs
   require(batch.seq_len >= 1 && batch.seq_len <= model_.max_seq_len, "the batch has seq_len=", batch.seq_len,
           "; the model takes 1 to ", model_.max_seq_len);
   const auto size = static_cast<size_t>(batch.num_samples * batch.seq_len);
-  require(batch.tokens.size() == size && (!needs_targets || batch.targets.size() == size), "the batch is said to be [",
-          batch.num_samples, ", ", batch.seq_len, "], but has ", batch.tokens.size(), " tokens and ",
-          batch.targets.size(), " targets");
+  const bool targets_fit = batch.targets.size() == size || (!needs_targets && batch.targets.empty());
+  require(batch.tokens.size() == size && targets_fit, "the batch is said to be [", batch.num_samples, ", ",
+          batch.seq_len, "], but has ", batch.tokens.size(), " tokens and ", batch.targets.size(), " targets");
   const auto vocab = static_cast<int32_t>(model_.vocab);
   for (size_t i = 0; i < batch.tokens.size(); ++i)
     require(batch.tokens[i] >= 0 && batch.tokens[i] < vocab, "token ", batch.tokens[i], " at sample ",
@@ -96,10 +114,11 @@ HostBatch Engine::read_samples(const TokenDataset& data, int64_t count,
 
 int64_t Engine::sum_over_dp(int64_t value) {
   if (dp_.size() == 1) return value;
+  int64_t total = 0;
+  const WaitAtExit wait(*stream_);
   const Tensor sum = empty(device_, DType::kI64, {1}, "count");
   copy_from_host(*stream_, &value, sum);
   dp_.all_reduce(sum, ReduceOp::kSum, *stream_)->wait_on(*stream_);
-  int64_t total = 0;
   copy_to_host(*stream_, sum, &total);
   stream_->synchronize();
   return total;
@@ -147,6 +166,7 @@ void Engine::run_backward(const Context& context, std::vector<Saved>& saved) con
 void Engine::run_lanes(const DeviceBatch& batch, float loss_scale) {
   const int64_t lane_samples = options_.global_batch / options_.lanes_dp;
   const int64_t first_of_rank = dp_rank_ * local_batch();
+  params_.begin_step();
   for (int64_t lane_begin = 0; lane_begin < local_batch(); lane_begin += lane_samples) {
     params_.begin_lane(*stream_);
     for (int64_t begin = lane_begin; begin < lane_begin + lane_samples; begin += options_.micro_batch) {
@@ -164,6 +184,10 @@ void Engine::run_lanes(const DeviceBatch& batch, float loss_scale) {
 
 void Engine::measure_gradient() {
   zero_limbs(*stream_, square_sum_);
+  // A loss that is not finite must stop the update as a gradient does (a target's logit of -inf gives
+  // such a loss with finite gradients): its counts of NaN and inf go into the norm.
+  const auto counts = [](const Tensor& limbs) { return limbs.slice(0, ExactSum::kDigits, ExactSum::kLimbs); };
+  copy(*stream_, counts(loss_sum_), counts(square_sum_));
   // Parameter by parameter, so that the blocks do not depend on how the flat buffer is laid out.
   for (size_t i = 0; i < params_.layout().size(); ++i)
     exact_sum_squares(*stream_, params_.layout().view(params_.grads(), i), square_sum_);
@@ -177,10 +201,11 @@ double Engine::read_sum(const Tensor& limbs) {
   return ExactSum(values).value();
 }
 
-StepStats Engine::train_step(const HostBatch& batch, float lr) {
+StepStats Engine::train_step(const HostBatch& batch, double lr) {
   check_batch(batch, local_batch(), /*needs_targets=*/true);
   require(std::isfinite(lr) && lr >= 0, "learning rate ", lr, "; expected a finite number, 0 or more");
   const int64_t valid = sum_over_dp(count_valid(batch));
+  const WaitAtExit wait(*stream_);
   const DeviceBatch on_device = upload(batch);
   zero_limbs(*stream_, loss_sum_);
   run_lanes(on_device, valid == 0 ? 0.0f : static_cast<float>(1.0 / static_cast<double>(valid)));
@@ -193,23 +218,31 @@ StepStats Engine::train_step(const HostBatch& batch, float lr) {
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
   const double norm = std::sqrt(read_sum(square_sum_));
   if (!std::isfinite(norm) || !std::isfinite(loss))
-    throw NumericError(concat("step ", applied_steps_ + 1, ": loss ", loss, ", gradient norm ", norm,
-                              "; the first parameter whose gradient is not finite is '", first_bad_param(),
-                              "'. Nothing was updated. Lower the learning rate or set clip_norm, and check the data"));
+    throw NumericError(concat("step ", applied_steps_ + 1, ": loss ", loss, "; ", what_is_not_finite(),
+                              ". Nothing was updated. Lower the learning rate or set clip_norm, and check the data"));
   if (valid > 0) ++applied_steps_;
   return {loss, norm, options_.global_batch * batch.seq_len, valid};
 }
 
-StepStats Engine::train_step(const TokenDataset& data, const SampleOrder& order, int64_t step, float lr) {
+StepStats Engine::train_step(const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
+  // On every rank alike, so that no rank is left waiting for one that found its sample missing.
+  require(order.num_samples() <= data.num_samples(model_.max_seq_len), "the order has ", order.num_samples(),
+          " samples; '", data.path(), "' has ", data.num_samples(model_.max_seq_len), " of ", model_.max_seq_len,
+          " tokens");
   const int64_t first = step * options_.global_batch + dp_rank_ * local_batch();
   return train_step(read_samples(data, local_batch(), [&](int64_t i) { return order(first + i); }), lr);
 }
 
 StepStats Engine::evaluate(const TokenDataset& data, int64_t first, int64_t num_samples) {
   require(num_samples >= 1, "evaluate: num_samples=", num_samples, "; expected at least 1");
+  const int64_t available = data.num_samples(model_.max_seq_len);
+  require(first >= 0 && first <= available && num_samples <= available - first, "evaluate: samples [", first, ", ",
+          first, " + ", num_samples, ") of '", data.path(), "', which has ", available, " samples of ",
+          model_.max_seq_len, " tokens");
   const int64_t begin = num_samples * dp_rank_ / dp_.size();
   const int64_t count = num_samples * (dp_rank_ + 1) / dp_.size() - begin;
   const HostBatch batch = read_samples(data, count, [&](int64_t i) { return first + begin + i; });
+  const WaitAtExit wait(*stream_);
   zero_limbs(*stream_, loss_sum_);
   if (count > 0) {
     const DeviceBatch on_device = upload(batch);
@@ -228,19 +261,29 @@ std::vector<float> Engine::logits(const HostBatch& batch) {
   check_batch(batch, batch.num_samples, /*needs_targets=*/false);
   std::vector<float> result(static_cast<size_t>(batch.num_samples * batch.seq_len * model_.vocab));
   if (batch.num_samples == 0) return result;
+  const WaitAtExit wait(*stream_);
   const Context context = make_context(upload(batch), 0, batch.num_samples, 0, /*training=*/false);
   copy_to_host(*stream_, run_forward(context, model_.layers.size() - 1, nullptr), result.data());
   stream_->synchronize();
   return result;
 }
 
-std::string Engine::first_bad_param() {
+std::string Engine::first_not_finite(const Tensor& flat) {
   for (size_t i = 0; i < params_.layout().size(); ++i) {
     zero_limbs(*stream_, square_sum_);
-    exact_sum_squares(*stream_, params_.layout().view(params_.grads(), i), square_sum_);
+    exact_sum_squares(*stream_, params_.layout().view(flat, i), square_sum_);
     if (!std::isfinite(read_sum(square_sum_))) return model_.registry.specs()[i].name;
   }
-  return "(none)";
+  return {};
+}
+
+std::string Engine::what_is_not_finite() {
+  // A bad weight spoils every gradient, so it is the better name.
+  const std::string weight = first_not_finite(params_.weights());
+  if (!weight.empty()) return concat("the weight '", weight, "' was not finite before the step");
+  const std::string grad = first_not_finite(params_.grads());
+  if (!grad.empty()) return concat("the gradient of '", grad, "' is not finite (the first such parameter)");
+  return "every gradient is finite, but the loss of a token is not";
 }
 
 Tensor Engine::flat(const std::string& kind) {

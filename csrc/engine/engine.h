@@ -49,10 +49,10 @@ class Engine {
 
   // One optimizer step. `batch` has this rank's samples: the global batch cut evenly over dp, in
   // order. Throws InvalidArgument before anything runs, NumericError (on every rank, naming the first
-  // bad parameter) with weights and optimizer as before if the gradient is not finite.
-  StepStats train_step(const HostBatch& batch, float lr);
+  // bad parameter) with weights and optimizer as before if the gradient or the loss is not finite.
+  StepStats train_step(const HostBatch& batch, double lr);
   // The same with samples [step * global_batch, (step + 1) * global_batch) of the order.
-  StepStats train_step(const TokenDataset& data, const SampleOrder& order, int64_t step, float lr);
+  StepStats train_step(const TokenDataset& data, const SampleOrder& order, int64_t step, double lr);
   // Mean loss over the samples [first, first + num_samples) of `data` in file order, spread over dp.
   StepStats evaluate(const TokenDataset& data, int64_t first, int64_t num_samples);
   // logits [num_samples, seq_len, vocab] of this rank's own samples; targets are not needed. Local.
@@ -84,7 +84,8 @@ class Engine {
   void run_lanes(const DeviceBatch& batch, float loss_scale);
   void measure_gradient();
   double read_sum(const Tensor& limbs);
-  std::string first_bad_param();
+  std::string first_not_finite(const Tensor& flat);  // name of the parameter; empty if there is none
+  std::string what_is_not_finite();
   Tensor flat(const std::string& kind);
 
   Device& device_;

@@ -23,6 +23,8 @@ class ParamStore final : public ParamStorage {
   Tensor weight(const ParamUse& use) const override;
   Tensor grad(const ParamUse& use) const override;
 
+  // Before the first lane of a step: forgets what a step that failed midway has left.
+  void begin_step() { lane_sum_.restart(); }
   void begin_lane(Stream& stream);
   void end_lane(Stream& stream);
   // After the rank's last lane: sums over ranks, ordered before what `stream` runs next.

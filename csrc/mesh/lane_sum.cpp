@@ -27,6 +27,13 @@ Tensor LaneSum::take_buffer() {
   return buffer;
 }
 
+void LaneSum::restart() {
+  if (current_.defined()) free_.push_back(std::exchange(current_, Tensor()));
+  // The last one holds a finished sum, which stays valid until the next begin_lane.
+  for (size_t level = 0; level + 1 < subtrees_.size(); ++level)
+    if (subtrees_[level].defined()) free_.push_back(std::exchange(subtrees_[level], Tensor()));
+}
+
 Tensor LaneSum::begin_lane(Stream& stream) {
   if (subtrees_.back().defined()) free_.push_back(std::exchange(subtrees_.back(), Tensor()));
   current_ = take_buffer();

@@ -22,6 +22,8 @@ class LaneSum {
   // Sums of `shape`, fp32. `group` must outlive this object.
   LaneSum(Device& device, const Shape& shape, int64_t local_lanes, Communicator& group);
 
+  // Forgets the lanes of a sum that an error broke off; without effect between two sums.
+  void restart();
   // A zeroed buffer for the next lane's partial sum. Lanes come in ascending order.
   Tensor begin_lane(Stream& stream);
   void end_lane(Stream& stream);

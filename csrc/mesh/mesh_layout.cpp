@@ -1,5 +1,7 @@
 #include "mesh/mesh_layout.h"
 
+#include <limits>
+
 #include "base/error.h"
 
 namespace polyreme {
@@ -11,7 +13,7 @@ MeshLayout::MeshLayout(std::vector<Axis> axes, int world_size) : axes_(std::move
     const Axis& axis = axes_[i];
     require(axis.size >= 1, "mesh axis ", axis.name, "=", axis.size, "; expected at least 1");
     for (size_t j = 0; j < i; ++j) require(axes_[j].name != axis.name, "mesh axis ", axis.name, " is given twice");
-    product *= axis.size;
+    if (__builtin_mul_overflow(product, axis.size, &product)) product = std::numeric_limits<int64_t>::max();
     text += concat(i == 0 ? "" : " * ", axis.name, "=", axis.size);
   }
   require(product == world_size, "the mesh has ", text, " = ", product, " ranks, but the world has ", world_size,

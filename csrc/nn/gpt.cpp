@@ -1,6 +1,7 @@
 #include "nn/gpt.h"
 
 #include <cmath>
+#include <limits>
 
 #include "base/error.h"
 #include "nn/compose.h"
@@ -10,18 +11,26 @@ namespace polyreme {
 namespace {
 
 void validate(const GptConfig& config) {
-  const auto positive = [](const char* name, int64_t value) {
-    require(value >= 1 && value <= (int64_t{1} << 31), "GPT: ", name, "=", value, "; expected 1 to 2^31");
+  // Token ids are int32; the other limits keep every size in bytes inside int64.
+  constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max(), kMaxWidth = 1 << 20, kMaxLayers = 1 << 16;
+  const auto in_range = [](const char* name, int64_t value, int64_t limit) {
+    require(value >= 1 && value <= limit, "GPT: ", name, "=", value, "; expected 1 to ", limit);
   };
-  positive("layers", config.layers);
-  positive("hidden", config.hidden);
-  positive("heads", config.heads);
-  positive("vocab", config.vocab);
-  positive("seq_len", config.seq_len);
-  require(config.mlp_hidden >= 0, "GPT: mlp_hidden=", config.mlp_hidden, "; expected 0 (4 * hidden) or more");
+  const auto finite = [](const char* name, double value) {
+    require(value >= 0 && std::isfinite(value), "GPT: ", name, "=", value, "; expected a finite number, 0 or more");
+  };
+  in_range("layers", config.layers, kMaxLayers);
+  in_range("hidden", config.hidden, kMaxWidth);
+  in_range("heads", config.heads, kMaxWidth);
+  in_range("vocab", config.vocab, kMaxTokens);
+  in_range("seq_len", config.seq_len, kMaxTokens);
+  require(config.mlp_hidden >= 0 && config.mlp_hidden <= kMaxWidth, "GPT: mlp_hidden=", config.mlp_hidden,
+          "; expected 0 (4 * hidden), or 1 to ", kMaxWidth);
   require(config.hidden % config.heads == 0, "GPT: hidden=", config.hidden, " does not divide by heads=", config.heads,
           "; choose heads that divide hidden");
   require(config.dropout >= 0 && config.dropout < 1, "GPT: dropout=", config.dropout, "; expected 0 <= dropout < 1");
+  finite("layer_norm_eps", config.layer_norm_eps);
+  finite("init_std", config.init_std);
 }
 
 template <typename... Layers>

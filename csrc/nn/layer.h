@@ -52,7 +52,9 @@ struct Cost {
   double backward_weight_flops = 0;
   int64_t bytes_moved = 0;  // forward; read and written by operations, caches ignored
   int64_t parameter_bytes = 0;
-  int64_t saved_bytes = 0;  // kept from forward to backward
+  // Kept from forward to backward, without the micro-batch itself and without the layer's own
+  // output, which the layer that reads it counts: so the sum over a model counts every buffer once.
+  int64_t saved_bytes = 0;
   int64_t comm_bytes = 0;   // sent by a rank, forward
 
   Cost& operator+=(const Cost& other);

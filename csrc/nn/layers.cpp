@@ -20,6 +20,10 @@ ParamSpec spec_of(const std::string& name, Shape shape, ParamInit init) {
   return spec;
 }
 
+// Of a parameter that every rank of tp holds whole: under sequence parallelism a rank sees only its
+// share of the tokens.
+void sum_over_tp(ParamSpec& spec) { spec.grad_reductions.push_back({"tp", GradReduction::kLaneSum}); }
+
 }  // namespace
 
 // ---- Embedding ----
@@ -30,7 +34,9 @@ Embedding::Embedding(ParamRegistry& registry, int64_t vocab, int64_t max_seq_len
   ParamSpec tokens = spec_of("wte.weight", {vocab, features}, init);
   tokens.cuts = {{.dim = 0, .axis = "tp"}};
   tokens_ = registry.declare(std::move(tokens));
-  positions_ = registry.declare(spec_of("wpe.weight", {max_seq_len, features}, init));
+  ParamSpec positions = spec_of("wpe.weight", {max_seq_len, features}, init);
+  sum_over_tp(positions);
+  positions_ = registry.declare(std::move(positions));
 }
 
 Tensor Embedding::forward(const Context& context, const Tensor&, Saved*) const {
@@ -82,6 +88,7 @@ Linear::Linear(ParamRegistry& registry, const std::string& name, int64_t in, int
   if (bias_) {
     ParamSpec bias = spec_of(name + ".bias", {out}, {});
     bias.cuts = bias_cuts;
+    if (options.cut == LinearCut::kRow) sum_over_tp(bias);
     bias_use_ = registry.declare(std::move(bias));
   }
 }
@@ -125,8 +132,8 @@ LayerNorm::LayerNorm(ParamRegistry& registry, const std::string& name, int64_t f
     : features_(features), eps_(eps) {
   ParamSpec gamma = spec_of(name + ".weight", {features}, {ParamInit::Kind::kOnes});
   ParamSpec beta = spec_of(name + ".bias", {features}, {});
-  // Under sequence parallelism a rank of tp sees only its share of the tokens.
-  for (ParamSpec* spec : {&gamma, &beta}) spec->grad_reductions.push_back({"tp", GradReduction::kLaneSum});
+  sum_over_tp(gamma);
+  sum_over_tp(beta);
   gamma_ = registry.declare(std::move(gamma));
   beta_ = registry.declare(std::move(beta));
 }
@@ -183,12 +190,13 @@ Tensor CausalAttention::backward_input(const Context& context, const Tensor& dy,
 
 Cost CausalAttention::cost(int64_t num_samples, int64_t seq_len) const {
   const int64_t rows = num_samples * seq_len;
-  // Two products over the causal half of the scores; five in backward, one of them a recompute.
-  const double product = static_cast<double>(rows) * static_cast<double>(seq_len) * static_cast<double>(features_);
+  // Two products over the (query, key) pairs that a query sees; five in backward, one of them a recompute.
+  const double pairs = 0.5 * static_cast<double>(rows) * static_cast<double>(seq_len + 1);
+  const double product = 2 * pairs * static_cast<double>(features_);
   return {.forward_flops = 2 * product,
           .backward_input_flops = 5 * product,
           .bytes_moved = kElementBytes * 4 * rows * features_,
-          .saved_bytes = kElementBytes * rows * (4 * features_ + heads_)};
+          .saved_bytes = kElementBytes * rows * (3 * features_ + heads_)};
 }
 
 // ---- Gelu ----
@@ -247,7 +255,7 @@ Tensor CrossEntropy::backward_input(const Context& context, const Tensor&, Saved
 
 Cost CrossEntropy::cost(int64_t num_samples, int64_t seq_len) const {
   const int64_t bytes = kElementBytes * num_samples * seq_len * vocab_;
-  return {.bytes_moved = bytes, .saved_bytes = bytes};
+  return {.bytes_moved = bytes, .saved_bytes = bytes + kElementBytes * num_samples * seq_len};
 }
 
 }  // namespace polyreme

@@ -40,7 +40,7 @@ void add(Stream& stream, const Tensor& x, const Tensor& y, const Tensor& out);  
 // GELU, tanh form (Hendrycks & Gimpel 2016).
 void gelu_forward(Stream& stream, const Tensor& x, const Tensor& y);
 void gelu_backward(Stream& stream, const Tensor& x, const Tensor& dy, const Tensor& dx);  // dx may be dy
-// y = x * mask / (1 - p), mask[i] drawn from `key` at element first_element + i; its own backward.
+// y = x * mask / (1 - p), mask[i] drawn from `key` at element first_element + i; its own backward (it multiplies: inf * 0 is NaN).
 // 0 <= p < 1; p == 0 copies. y may be x.
 void dropout(Stream& stream, const Tensor& x, const Tensor& y, float p, const RandomKey& key, int64_t first_element);
 // Normal numbers of mean 0: element i from `key` at first_element + i (Box-Muller 1958).
@@ -51,7 +51,7 @@ void fill_normal(Stream& stream, const Tensor& out, float std, const RandomKey& 
 void accumulate_rows(Stream& stream, const Tensor& x, const Tensor& out);
 
 // ---- LayerNorm (Ba et al. 2016) -----------------------------------------------------------------
-// x, y: [rows, cols]; gamma, beta: [cols]; mean, rstd: [rows].
+// x, y: [rows, cols]; gamma, beta: [cols]; mean, rstd: [rows]. y may be x; dx may be dy or x.
 void layer_norm_forward(Stream& stream, const Tensor& x, const Tensor& gamma, const Tensor& beta, float eps,
                         const Tensor& y, const Tensor& mean, const Tensor& rstd);
 void layer_norm_backward_input(Stream& stream, const Tensor& dy, const Tensor& x, const Tensor& gamma,
@@ -70,7 +70,7 @@ void attention_backward(Stream& stream, const Tensor& qkv, const Tensor& out, co
 
 // ---- embedding ----------------------------------------------------------------------------------
 // out[batch, seq, cols] = token_table[tokens] + position_table[0..seq). tokens: int32 [batch, seq],
-// each in [0, token_table rows); the engine has checked that.
+// each in [0, token_table rows): checked when the operation runs, before anything is written.
 void embedding_forward(Stream& stream, const Tensor& tokens, const Tensor& token_table, const Tensor& position_table,
                        const Tensor& out);
 // Adds to both gradients, token after token in ascending order.
@@ -80,7 +80,7 @@ void embedding_backward(Stream& stream, const Tensor& tokens, const Tensor& dout
 // ---- cross-entropy ------------------------------------------------------------------------------
 inline constexpr int32_t kIgnoreIndex = -100;
 // loss[rows] = log_sum_exp(logits) - logits[target], 0 where target is kIgnoreIndex.
-// logits: [rows, vocab]; targets: int32 [rows].
+// logits: [rows, vocab]; targets: int32 [rows], checked when the operation runs, before anything is written.
 void cross_entropy_forward(Stream& stream, const Tensor& logits, const Tensor& targets, const Tensor& loss,
                            const Tensor& log_sum_exp);
 // Turns logits into d(loss)/d(logits) * scale in place; rows with kIgnoreIndex become 0.
@@ -102,7 +102,7 @@ void clip_scale(Stream& stream, const Tensor& sum_squares_limbs, float max_norm,
 
 // ---- optimizer rules --------------------------------------------------------------------------------
 struct AdamWOptions {
-  float lr, beta1, beta2, eps, weight_decay;
+  double lr, beta1, beta2, eps, weight_decay;
   int64_t step;  // 1 for the first update: bias correction
 };
 // Decoupled weight decay (Loshchilov & Hutter 2019), in place: with g = grad * scale[0],
@@ -111,7 +111,7 @@ struct AdamWOptions {
 void adamw(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& m, const Tensor& v,
            const Tensor& scale, const AdamWOptions& options);
 struct SgdOptions {
-  float lr, momentum, weight_decay;
+  double lr, momentum, weight_decay;
   bool first_step;  // momentum buffer starts as g
 };
 // b = momentum*b + g; p -= lr*(b + decay*p), decoupled decay. `buffer` may be undefined when momentum is 0.

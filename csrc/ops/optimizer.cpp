@@ -9,13 +9,13 @@
 namespace polyreme {
 namespace {
 
-void check_number(const char* op, const char* name, float value) {
-  require(value >= 0.0f && std::isfinite(value), op, ": ", name,
+void check_number(const char* op, const char* name, double value) {
+  require(value >= 0.0 && std::isfinite(value), op, ": ", name,
           ": expected a finite number, 0 or more, got ", value);
 }
 
-void check_fraction(const char* op, const char* name, float value) {
-  require(value >= 0.0f && value < 1.0f, op, ": ", name, ": expected 0 <= ", name, " < 1, got ", value);
+void check_fraction(const char* op, const char* name, double value) {
+  require(value >= 0.0 && value < 1.0, op, ": ", name, ": expected 0 <= ", name, " < 1, got ", value);
 }
 
 void check_state(ArgName name, const Tensor& state, const Tensor& param) {
@@ -28,8 +28,8 @@ void check_scale(const char* op, const Tensor& scale) {
   require(scale.numel() == 1, op, ": scale: expected one element, got ", scale.numel());
 }
 
-float weight_decay_factor(float lr, float weight_decay) {
-  return static_cast<float>(1.0 - static_cast<double>(lr) * static_cast<double>(weight_decay));
+float weight_decay_factor(double lr, double weight_decay) {
+  return static_cast<float>(1.0 - lr * weight_decay);
 }
 
 // base^exponent with the same bits on every libm: repeated squaring.
@@ -73,7 +73,7 @@ void adamw(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor
       .sqrt_bias2 = static_cast<float>(std::sqrt(1.0 - integer_power(beta2, options.step))),
       .eps = static_cast<float>(options.eps),
       .step_size =
-          static_cast<float>(static_cast<double>(options.lr) / (1.0 - integer_power(beta1, options.step))),
+          static_cast<float>(options.lr / (1.0 - integer_power(beta1, options.step))),
       .decay = weight_decay_factor(options.lr, options.weight_decay)};
   const float* const scale_value = scale.address<float>();
   as_cpu(stream).enqueue(
@@ -98,7 +98,7 @@ void sgd(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& 
   check_fraction(kOp, "momentum", options.momentum);
   check_number(kOp, "weight_decay", options.weight_decay);
   std::vector<Access> accesses = {reads(grad), reads(scale), reads(param), writes(param)};
-  const bool has_buffer = options.momentum != 0.0f;
+  const bool has_buffer = options.momentum != 0.0;
   if (has_buffer) {
     check_state({kOp, "buffer"}, buffer, param);
     check_apart({kOp, "buffer"}, buffer, grad);
@@ -110,8 +110,8 @@ void sgd(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& 
                              .grad = grad.address<float>(),
                              .buffer = has_buffer ? buffer.address<float>() : nullptr,
                              .scale = 1.0f,  // read when the operation runs
-                             .momentum = options.momentum,
-                             .lr = options.lr,
+                             .momentum = static_cast<float>(options.momentum),
+                             .lr = static_cast<float>(options.lr),
                              .decay = weight_decay_factor(options.lr, options.weight_decay),
                              .first_step = options.first_step};
   const float* const scale_value = scale.address<float>();

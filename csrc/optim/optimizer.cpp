@@ -1,5 +1,7 @@
 #include "optim/optimizer.h"
 
+#include <cmath>
+
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -8,15 +10,16 @@ namespace {
 // Neighbouring parameters with one weight decay: a range of the flat buffers that one launch updates.
 struct DecayRun {
   int64_t begin, end;
-  float weight_decay;
+  double weight_decay;
 };
 
-std::vector<DecayRun> decay_runs(const FlatLayout& layout, const std::vector<float>& weight_decay) {
+std::vector<DecayRun> decay_runs(const FlatLayout& layout, const std::vector<double>& weight_decay) {
   require(weight_decay.size() == layout.size(), "weight_decay has ", weight_decay.size(), " entries for ",
           layout.size(), " parameters");
   std::vector<DecayRun> runs;
   for (size_t i = 0; i < layout.size(); ++i) {
-    require(weight_decay[i] >= 0, "weight_decay of parameter ", i, " is ", weight_decay[i], "; expected 0 or more");
+    require(weight_decay[i] >= 0 && std::isfinite(weight_decay[i]), "weight_decay of parameter ", i, " is ",
+            weight_decay[i], "; expected a finite number, 0 or more");
     const int64_t end = i + 1 < layout.size() ? layout.offset(i + 1) : layout.num_elements();
     if (runs.empty() || runs.back().weight_decay != weight_decay[i])
       runs.push_back({layout.offset(i), end, weight_decay[i]});
@@ -38,12 +41,13 @@ class AdamW final : public Optimizer {
       : runs_(decay_runs(layout, options.weight_decay)), options_(options) {
     require(options.beta1 >= 0 && options.beta1 < 1 && options.beta2 >= 0 && options.beta2 < 1, "AdamW: betas (",
             options.beta1, ", ", options.beta2, "); expected 0 <= beta < 1");
-    require(options.eps > 0, "AdamW: eps=", options.eps, "; expected more than 0");
+    require(options.eps > 0 && std::isfinite(options.eps), "AdamW: eps=", options.eps,
+            "; expected a finite number, more than 0");
     m_ = zeros(stream, layout, "adamw exp_avg");
     v_ = zeros(stream, layout, "adamw exp_avg_sq");
   }
 
-  void step(Stream& stream, const Tensor& weights, const Tensor& grads, const Tensor& scale, float lr,
+  void step(Stream& stream, const Tensor& weights, const Tensor& grads, const Tensor& scale, double lr,
             int64_t step) override {
     for (const DecayRun& run : runs_) {
       const auto part = [&run](const Tensor& flat) { return flat.slice(0, run.begin, run.end); };
@@ -69,7 +73,7 @@ class Sgd final : public Optimizer {
     if (momentum_ > 0) buffer_ = zeros(stream, layout, "sgd momentum");
   }
 
-  void step(Stream& stream, const Tensor& weights, const Tensor& grads, const Tensor& scale, float lr,
+  void step(Stream& stream, const Tensor& weights, const Tensor& grads, const Tensor& scale, double lr,
             int64_t step) override {
     for (const DecayRun& run : runs_) {
       const auto part = [&run](const Tensor& flat) { return flat.slice(0, run.begin, run.end); };
@@ -85,7 +89,7 @@ class Sgd final : public Optimizer {
 
  private:
   std::vector<DecayRun> runs_;
-  float momentum_;
+  double momentum_;
   Tensor buffer_;
 };
 

@@ -12,11 +12,11 @@ namespace polyreme {
 // Which rule, and its constants. The learning rate comes with every step.
 struct OptimizerOptions {
   std::string rule = "adamw";  // or "sgd"
-  float beta1 = 0.9f;          // adamw
-  float beta2 = 0.999f;
-  float eps = 1e-8f;
-  float momentum = 0.0f;           // sgd
-  std::vector<float> weight_decay;  // per parameter, in order of the layout
+  double beta1 = 0.9;          // adamw
+  double beta2 = 0.999;
+  double eps = 1e-8;
+  double momentum = 0.0;           // sgd
+  std::vector<double> weight_decay;  // per parameter, in order of the layout
 };
 
 // An update rule over flat buffers, with its state.
@@ -25,7 +25,7 @@ class Optimizer {
   virtual ~Optimizer() = default;
   // One update of `weights` in place with gradients scale[0] * `grads`; both flat. `step` counts
   // applied updates from 1. A scale of NaN leaves weights and state as they are.
-  virtual void step(Stream& stream, const Tensor& weights, const Tensor& grads, const Tensor& scale, float lr,
+  virtual void step(Stream& stream, const Tensor& weights, const Tensor& grads, const Tensor& scale, double lr,
                     int64_t step) = 0;
   // Flat state tensors by name ("exp_avg", "exp_avg_sq"; "momentum").
   virtual std::vector<std::pair<std::string, Tensor>> state() const = 0;

@@ -247,7 +247,10 @@ void SharedGroup::look_for_dead() {
   if (dead_among(missing()).empty()) return;
   std::this_thread::sleep_for(kSecondLook);
   look_for_departed();  // an orderly end is told apart
-  const std::vector<int> dead = dead_among(missing());
+  std::vector<int> dead;
+  for (int r = 0; r < size_; ++r)  // also those that died after they had come to this meeting
+    if (block(r).departed.load(std::memory_order_acquire) == 0) dead.push_back(r);
+  dead = dead_among(dead);
   if (dead.empty()) return;
   fail_and_throw(FailureKind::kPeerLost, concat("lost ", progress_text(dead), ": the process has ended"));
 }

@@ -35,7 +35,7 @@ TEST(LocalFault, BarrierNamesTheMissingRanks) {
   for (const bool two : {false, true}) {
     const Outcomes outcomes = run(4, seconds(60), [&](Communicator& comm, Device&) {
       if (comm.rank() == 2 || (two && comm.rank() == 1)) {
-        std::this_thread::sleep_for(milliseconds(1500));
+        std::this_thread::sleep_for(milliseconds(1000));
         return;
       }
       comm.barrier(milliseconds(300));

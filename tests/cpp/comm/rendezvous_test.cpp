@@ -69,7 +69,9 @@ TEST(Rendezvous, AllLearnWhatAllSaid) {
         EXPECT_EQ(record.fields, rank_of(r, size).fields);
       }
       require_same_field(records, "version");
-      if (size > 1) EXPECT_THROW(require_same_field(records, "isa"), InvalidArgument);
+      if (size > 1) {
+        EXPECT_THROW(require_same_field(records, "isa"), InvalidArgument);
+      }
     });
     EXPECT_EQ(outcomes, std::vector<std::string>(static_cast<size_t>(size), "ok"));
   }

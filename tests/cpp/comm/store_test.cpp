@@ -48,7 +48,7 @@ TEST(Sha256, HmacVectors) {  // RFC 4231, cases 1, 2, 6
 TcpStoreOptions at_port(int port) {
   TcpStoreOptions options;
   options.port = port;
-  options.secret = "job secret";
+  options.secret = "hunter2";
   options.timeout = seconds(10);
   return options;
 }
@@ -151,12 +151,12 @@ TEST(TcpStore, NobodyThere) {
 TEST(TcpStore, WrongSecretIsRefusedAndCounted) {
   const auto server = TcpStore::serve(at_port(0));
   const auto good = TcpStore::connect(at_port(server->port()));
-  for (const char* secret : {"", "job secreT"}) {
+  for (const char* secret : {"", "hunter3"}) {
     auto options = at_port(server->port());
     options.secret = secret;
     const std::string text = failure_of([&] { TcpStore::connect(options); });
     expect_text(text, "CommError", {"secret", concat(":", server->port())});
-    EXPECT_EQ(text.find("job secre"), std::string::npos) << "the message shows a secret";
+    EXPECT_EQ(text.find("hunter"), std::string::npos) << "the message shows a secret";
   }
   EXPECT_EQ(server->num_refused(), 2);
   good->set("still", "fine");
@@ -231,7 +231,7 @@ FileDescriptor admitted_socket(int port) {
   std::string hello;
   while (hello.size() < store_wire::kHelloBytes)
     receive_some(socket, hello, store_wire::kHelloBytes - hello.size(), deadline);
-  const Digest own = store_wire::proof("job secret", "client", nonce, store_wire::decode_hello(hello).nonce);
+  const Digest own = store_wire::proof("hunter2", "client", nonce, store_wire::decode_hello(hello).nonce);
   send_all(socket, {reinterpret_cast<const char*>(own.data()), own.size()}, deadline);
   std::string shown;
   while (shown.size() < store_wire::kProofBytes)

@@ -104,6 +104,20 @@ TEST(Deferred, AWriteAfterAnUnorderedReadIsFound) {
   expect_parts(device_error([&] { enqueue_set(*compute, "reuse", a, 2); }), {"'reuse'", "'send'", "reads"});
 }
 
+TEST(Deferred, AnOrderedReadDoesNotHideTheWriteBeforeIt) {
+  const auto device = make_deferred();
+  const auto compute = device->create_stream("compute"), comm = device->create_stream("comm");
+  const auto careless = device->create_stream("careless");
+  const auto a = device->allocate(kBytes, "a"), b = device->allocate(kBytes, "b");
+  const auto c = device->allocate(kBytes, "c");
+  enqueue_set(*compute, "produce", a, 1);
+  const auto event = device->create_event();
+  compute->record(*event);
+  comm->wait(*event);
+  enqueue_increment(*comm, "send", a, b);
+  expect_parts(device_error([&] { enqueue_increment(*careless, "peek", a, c); }), {"'peek'", "'produce'"});
+}
+
 TEST(Deferred, BothStreamsMayReadAndWorkOnSeparateBytes) {
   const auto device = make_deferred();
   const auto one = device->create_stream("one"), two = device->create_stream("two");
@@ -196,6 +210,12 @@ TEST(DeferredDeathTest, AnUndeclaredAccessDies) {
   as_cpu(*stream).enqueue({"careless"}, {access(declared, true)}, [=](const CpuContext&) { *target = 1; });
   EXPECT_DEATH(stream->synchronize(), "");
   EXPECT_DEATH(*floats(declared) = 1, "");
+  // Memory is closed again after an operation that declared it, for others and for the host.
+  const auto other = device->create_stream("other");
+  enqueue_set(*other, "careful", hidden, 1);
+  other->synchronize();
+  EXPECT_DEATH(stream->synchronize(), "");
+  EXPECT_DEATH(*floats(hidden) = 1, "");
   // What is left in the stream must not run here.
   const HostMapping mapping(hidden);
   stream->synchronize();

@@ -37,10 +37,12 @@ struct LayerCase {
   uint64_t seed = 1234;
   uint32_t step = 3;
   float loss_scale = 0.25f;
-  std::function<Values(const Values& x, const std::vector<Values>& params)> reference;
-
-  int64_t param_index(const std::string& name) const { return registry.index(name); }
+  std::function<Values(const LayerCase& c, const Values& x, const std::vector<Values>& params)> reference;
 };
+
+inline RandomKey dropout_key(const LayerCase& c, uint32_t stream) {
+  return {c.seed, RandomPurpose::kDropout, stream, c.step};
+}
 
 // Weights, and one accumulator for every use of every parameter.
 class TestParams final : public ParamStorage {
@@ -150,13 +152,13 @@ inline void expect_matches_reference(const LayerCase& c, double bound) {
   std::vector<Values> params;
   for (const auto& values : c.params) params.push_back(as_double(values));
   const auto objective = [&](const Values& at_x, const std::vector<Values>& at_params) {
-    const Values y = c.reference(at_x, at_params);
+    const Values y = c.reference(c, at_x, at_params);
     double sum = 0;
     for (size_t i = 0; i < y.size(); ++i)
       sum += y[i] * static_cast<double>(c.dy.empty() ? c.loss_scale : c.dy[i]);
     return sum;
   };
-  EXPECT_LT(relative_error(as_double(got.y), c.reference(x, params)), bound) << "output";
+  EXPECT_LT(relative_error(as_double(got.y), c.reference(c, x, params)), bound) << "output";
   if (!c.x.empty()) {
     const Values expected = reference::gradient([&](const Values& at) { return objective(at, params); }, x);
     EXPECT_LT(relative_error(as_double(got.dx), expected), bound) << "input gradient";

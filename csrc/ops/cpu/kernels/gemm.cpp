@@ -19,24 +19,24 @@
 namespace polyreme::cpu::POLYREME_ISA {
 namespace {
 
-// Sized for 32-48 KiB of L1 and 512 KiB to 2 MiB of L2, which covers the machines at hand.
+// Sized for 32-48 KiB of L1 and 512 KiB to 2 MiB of L2, which covers the machines at hand; measured
+// flat around these values. A block of A takes a third to a half of L2; a slab of B streams from L3
+// once per block of A. Deep blocks spare passes over C.
 #if defined(__AVX512F__)
-constexpr int64_t kDepth = 1024;               // kc
-constexpr int64_t kBlockRows = 6 * kTileRows;  // mc
+constexpr int64_t kDepth = 768;
+constexpr int64_t kBlockRows = 8 * kTileRows;
+constexpr int64_t kSlabCols = 48 * kTileCols;
 #else
 constexpr int64_t kDepth = 384;
 constexpr int64_t kBlockRows = 28 * kTileRows;
+constexpr int64_t kSlabCols = 96 * kTileCols;
 #endif
+constexpr int64_t kDepthUnit = 16;  // cuts of k keep whole registers for the transposing copy
 // B is read in place, not packed, for up to kDirectRows rows, and for up to kDirectShortRows where
 // the sum is so short that a column of panels stays in L2 whatever the leading dimension.
 constexpr int64_t kDirectRows = 4 * kTileRows;
 constexpr int64_t kDirectShortRows = 20 * kTileRows;
 constexpr int64_t kDirectDepth = 256;
-constexpr int64_t kDepthUnit = 16;  // cuts of k keep whole registers for the transposing copy
-// Columns of a slab: the packed B (k x slab) streams from L3 once per row block.
-constexpr int64_t kSlabCols = 32 * kTileCols;
-// Longer sums are cut here (the chain continues in C), so that scratch memory stays bounded.
-constexpr int64_t kMaxK = 6144;
 constexpr int64_t kAlignFloats = 16;
 // Loads and stores of whole registers may reach past a packed operand's last panel.
 constexpr int64_t kSlackFloats = 64;
@@ -136,32 +136,27 @@ struct Cut {
 };
 
 void multiply_serial(const GemmArgs& g, float* packed_b, float* packed_a) {
-  const Cut sums(g.k, kDepthUnit, kMaxK), slabs(g.n, kTileCols, kSlabCols),
+  const Cut slabs(g.n, kTileCols, kSlabCols), depths(g.k, kDepthUnit, kDepth),
       blocks(g.m, kTileRows, kBlockRows);
   const bool direct =
       g.b_col_stride == 1 && (g.m <= kDirectRows || (g.m <= kDirectShortRows && g.k <= kDirectDepth));
-  for (int64_t sum = 0; sum < sums.parts; ++sum) {
-    const int64_t k0 = sums.begin(sum), k = sums.begin(sum + 1) - k0;
-    const Cut depths(k, kDepthUnit, kDepth);
-    for (int64_t slab = 0; slab < slabs.parts; ++slab) {
-      const int64_t j = slabs.begin(slab), cols = slabs.begin(slab + 1) - j;
-      const float* const b = g.b + j * g.b_col_stride + k0 * g.b_row_stride;
+  for (int64_t slab = 0; slab < slabs.parts; ++slab) {
+    const int64_t j = slabs.begin(slab), cols = slabs.begin(slab + 1) - j;
+    for (int64_t step = 0; step < depths.parts; ++step) {
+      const int64_t p = depths.begin(step), depth = depths.begin(step + 1) - p;
+      const float* const b = g.b + j * g.b_col_stride + p * g.b_row_stride;
       Panels panels = {b, kTileCols, g.b_row_stride};
       if (!direct) {
-        pack<kTileCols>(b, g.b_col_stride, g.b_row_stride, cols, k, packed_b, k * kTileCols);
-        panels = {packed_b, k * kTileCols, kTileCols};
+        pack<kTileCols>(b, g.b_col_stride, g.b_row_stride, cols, depth, packed_b, depth * kTileCols);
+        panels = {packed_b, depth * kTileCols, kTileCols};
       }
+      const float* const bias = g.bias != nullptr && p + depth == g.k ? g.bias + j : nullptr;
       for (int64_t block = 0; block < blocks.parts; ++block) {
         const int64_t i = blocks.begin(block), rows = blocks.begin(block + 1) - i;
-        for (int64_t step = 0; step < depths.parts; ++step) {
-          const int64_t p = depths.begin(step), depth = depths.begin(step + 1) - p;
-          pack<kTileRows>(g.a + i * g.a_row_stride + (k0 + p) * g.a_col_stride, g.a_row_stride,
-                          g.a_col_stride, rows, depth, packed_a, depth * kTileRows);
-          const Panels part = {panels.data + p * panels.row_stride, panels.panel_stride, panels.row_stride};
-          multiply_block(rows, cols, depth, packed_a, depth * kTileRows, part, g.c + i * g.c_row_stride + j,
-                         g.c_row_stride, g.accumulate || k0 + p > 0,
-                         g.bias != nullptr && k0 + p + depth == g.k ? g.bias + j : nullptr);
-        }
+        pack<kTileRows>(g.a + i * g.a_row_stride + p * g.a_col_stride, g.a_row_stride, g.a_col_stride, rows,
+                        depth, packed_a, depth * kTileRows);
+        multiply_block(rows, cols, depth, packed_a, depth * kTileRows, panels, g.c + i * g.c_row_stride + j,
+                       g.c_row_stride, g.accumulate || p > 0, bias);
       }
     }
   }
@@ -232,7 +227,7 @@ void gemm_f32_packed(const GemmArgs& g, const float* packed_a, const float* pack
 
 int64_t gemm_f32_scratch_bytes(int64_t m, int64_t n, int64_t k) {
   const int64_t floats = packed_a_floats(smaller(m, kBlockRows), smaller(k, kDepth)) +
-                         packed_b_floats(smaller(k, kMaxK), smaller(n, kSlabCols));
+                         packed_b_floats(smaller(k, kDepth), smaller(n, kSlabCols));
   return floats * static_cast<int64_t>(sizeof(float));
 }
 
@@ -243,7 +238,7 @@ void gemm_f32_serial(const GemmArgs& g, void* scratch) {
     return;
   }
   float* const packed_b = static_cast<float*>(scratch);
-  multiply_serial(g, packed_b, packed_b + packed_b_floats(smaller(g.k, kMaxK), smaller(g.n, kSlabCols)));
+  multiply_serial(g, packed_b, packed_b + packed_b_floats(smaller(g.k, kDepth), smaller(g.n, kSlabCols)));
 }
 
 void gemm_f32(const GemmArgs& g, ThreadPool& pool) {

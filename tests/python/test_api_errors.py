@@ -1,0 +1,461 @@
+"""What users get wrong: the class of the error, its text with values and remedy, and that nothing has changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import struct
+import time
+
+import numpy as np
+import polyreme as pr
+import pytest
+from helpers import TINY, alone, batches, fingerprint, local_part, make_trainer, refused, token_file
+from polyreme.testing import run_ranks
+
+MODEL = pr.models.GPT(**TINY)
+TOKENS, TARGETS = batches(1, 8, MODEL)[0]
+VOCAB, SEQ = MODEL.vocab, MODEL.seq_len
+
+
+@pytest.fixture(scope="module")
+def trainer(world):
+    """A trainer that has made a step, for refusals that must not change it."""
+    made = make_trainer(world, MODEL, lanes=pr.Lanes(dp=2))
+    made.step(TOKENS, TARGETS)
+    return made
+
+
+def refused_unchanged(trainer, error, words, function):
+    before = fingerprint(trainer), trainer.applied_steps
+    refused(error, words, function)
+    assert (fingerprint(trainer), trainer.applied_steps) == before
+
+
+# ---- the classes ----
+
+
+@pytest.mark.parametrize(
+    "error, bases",
+    [
+        (pr.InvalidArgument, [pr.Error, ValueError]),
+        (pr.NotAvailable, [pr.Error]),
+        (pr.DeviceError, [pr.Error]),
+        (pr.OutOfMemory, [pr.Error, MemoryError]),
+        (pr.NumericError, [pr.Error, ArithmeticError]),
+        (pr.CommError, [pr.Error]),
+        (pr.PeerLost, [pr.CommError]),
+        (pr.Timeout, [pr.CommError, TimeoutError]),
+        (pr.CollectiveMismatch, [pr.CommError]),
+    ],
+)
+def test_errors_are_also_those_of_python(error, bases):
+    assert all(issubclass(error, base) for base in bases)
+    assert error("text").args == ("text",)
+
+
+# ---- init, mesh, lanes ----
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"device": "cuda"}, pr.NotAvailable, ["device='cuda'", "'cpu'", "polyreme doctor"]),
+        ({"isa": "sse4"}, pr.InvalidArgument, ["sse4", "avx2"]),
+        ({"executor": "lazy"}, pr.InvalidArgument, ["lazy", "immediate", "deferred"]),
+    ],
+)
+def test_init(options, error, words):
+    refused(error, words, lambda: alone(**options))
+
+
+@pytest.mark.parametrize("num_threads", [0, -1, 1 << 20])
+def test_init_with_an_impossible_number_of_threads(num_threads):
+    environment = pr.environment.RankEnvironment()
+    refused(
+        pr.InvalidArgument,
+        ["thread", str(num_threads)],
+        lambda: pr.init(environment=environment, num_threads=num_threads),
+    )
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
+def test_mesh_axes_of_later_versions(world, axis):
+    refused(pr.NotAvailable, [f"{axis}=2", "dp=1"], lambda: pr.Mesh(world, **{axis: 2}))
+    refused(pr.InvalidArgument, [f"{axis}=0", "at least 1"], lambda: pr.Mesh(world, **{axis: 0}))
+
+
+@pytest.mark.parametrize("dp", [0, -1, 2, 3])
+def test_f13_mesh_that_is_not_the_world(world, dp):
+    refused(pr.InvalidArgument, [str(dp), "1"], lambda: pr.Mesh(world, dp=dp))
+
+
+def test_unknown_axis(world):
+    mesh = pr.Mesh(world)
+    for ask in (mesh.size, mesh.coordinate, mesh.__getitem__):
+        refused(pr.InvalidArgument, ["'dq'", "dp"], lambda ask=ask: ask("dq"))
+
+
+@pytest.mark.parametrize("dp", [0, -2, 2.0, "2"])
+def test_lanes_are_positive_integers(dp):
+    refused(pr.InvalidArgument, [f"dp={dp!r}", "integer"], lambda: pr.Lanes(dp=dp))
+
+
+@pytest.mark.parametrize(
+    "size, lanes, global_batch, words",
+    [
+        (1, 3, 9, ["3", "power of two"]),
+        (2, 1, 8, ["1", "2"]),
+        (4, 2, 8, ["2", "4"]),
+        (3, 4, 12, ["4", "3"]),
+        (1, 16, 8, ["global_batch=8", "lanes.dp=16"]),
+        (1, 4, 6, ["global_batch=6", "lanes.dp=4", "same number of samples"]),
+        (2, None, 3, ["global_batch=3", "2"]),
+    ],
+)
+def test_lanes_that_do_not_fit(size, lanes, global_batch, words):
+    def make(world):
+        make_trainer(world, MODEL, lanes=pr.Lanes(dp=lanes), global_batch=global_batch)
+
+    refused(pr.InvalidArgument, words, lambda: run_ranks(size, make))
+
+
+def test_lanes_equal_to_ranks_need_no_power_of_two():
+    run_ranks(3, lambda world: make_trainer(world, MODEL, lanes=pr.Lanes(dp=3), global_batch=3))
+
+
+def test_more_ranks_than_samples():
+    refused(
+        pr.InvalidArgument,
+        ["global_batch=2", "dp=4", "at least one sample per rank"],
+        lambda: run_ranks(4, lambda world: make_trainer(world, MODEL, global_batch=2)),
+    )
+
+
+# ---- model and trainer ----
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"layers": 0}, ["layers=0", "at least 1"]),
+        ({"hidden": -8}, ["hidden=-8"]),
+        ({"heads": 0}, ["heads=0"]),
+        ({"vocab": 0}, ["vocab=0"]),
+        ({"seq_len": 0}, ["seq_len=0"]),
+        ({"layers": 1.5}, ["layers=1.5", "integer"]),
+        ({"hidden": "768"}, ["hidden='768'", "integer"]),
+        ({"hidden": 30, "heads": 4}, ["hidden=30", "heads=4", "divide"]),
+        ({"mlp_hidden": 0}, ["mlp_hidden=0", "None"]),
+        ({"mlp_hidden": 64.0}, ["mlp_hidden=64.0", "integer"]),
+        ({"dropout": 1.0}, ["dropout=1.0", "dropout < 1"]),
+        ({"dropout": -0.1}, ["dropout=-0.1"]),
+        ({"dropout": math.nan}, ["dropout=nan"]),
+        ({"layer_norm_eps": 0.0}, ["layer_norm_eps=0.0"]),
+        ({"init_std": -1.0}, ["init_std=-1.0"]),
+        ({"init_std": math.nan}, ["init_std=nan"]),
+    ],
+)
+def test_gpt(options, words):
+    refused(pr.InvalidArgument, ["GPT", *words], lambda: pr.models.GPT(**{**TINY, **options}))
+
+
+def test_configurations_are_frozen_and_have_keywords_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MODEL.layers = 3
+    with pytest.raises(TypeError):
+        pr.models.GPT(12)
+    with pytest.raises(TypeError):
+        pr.Lanes(2)
+
+
+@pytest.mark.parametrize(
+    "options, error, words",
+    [
+        ({"zero": 1}, pr.NotAvailable, ["zero=1", "zero=0"]),
+        ({"precision": "bf16"}, pr.NotAvailable, ["precision='bf16'", "'fp32'"]),
+        ({"global_batch": 0}, pr.InvalidArgument, ["global_batch=0", "at least 1"]),
+        ({"global_batch": 8.0}, pr.InvalidArgument, ["global_batch=8.0", "integer"]),
+        ({"micro_batch": 0}, pr.InvalidArgument, ["micro_batch=0", "at least 1"]),
+        ({"micro_batch": -4}, pr.InvalidArgument, ["micro_batch=-4"]),
+        ({"clip_norm": 0.0}, pr.InvalidArgument, ["clip_norm=0.0", "None"]),
+        ({"clip_norm": -1.0}, pr.InvalidArgument, ["clip_norm=-1.0"]),
+        ({"clip_norm": math.nan}, pr.InvalidArgument, ["clip_norm=nan"]),
+        ({"seed": -1}, pr.InvalidArgument, ["seed=-1", "2^64"]),
+        ({"seed": 1 << 64}, pr.InvalidArgument, [f"seed={1 << 64}"]),
+    ],
+)
+def test_trainer(world, options, error, words):
+    refused(error, words, lambda: make_trainer(world, MODEL, **options))
+
+
+# ---- batches ----
+
+
+def changed(array, value, at=(5, 7)):
+    result = array.copy()
+    result[at] = value
+    return result
+
+
+BATCHES = {
+    "too_few_samples": (TOKENS[:4], TARGETS[:4], ["4 samples", "8", "global_batch=8"]),
+    "too_many_samples": (np.tile(TOKENS, (2, 1)), np.tile(TARGETS, (2, 1)), ["16 samples", "8"]),
+    "too_long": (np.tile(TOKENS, 2), np.tile(TARGETS, 2), [f"seq_len={2 * SEQ}", str(SEQ)]),
+    "no_tokens": (TOKENS[:, :0], TARGETS[:, :0], ["seq_len=0"]),
+    "one_dim": (TOKENS[0], TARGETS[0], ["int32", f"[{SEQ}]", "[num_samples, seq_len]"]),
+    "three_dims": (TOKENS[None], TARGETS[None], [f"[1, 8, {SEQ}]", "[num_samples, seq_len]"]),
+    "other_targets": (TOKENS, TARGETS[:, :-1], ["targets", f"[8, {SEQ}]"]),
+    "float_tokens": (TOKENS.astype(np.float32), TARGETS, ["tokens", "float32", "integers"]),
+    "float_targets": (TOKENS, TARGETS.astype(np.float64), ["targets", "float64", "integers"]),
+    "bool_tokens": (TOKENS > 3, TARGETS, ["tokens", "bool", "integers"]),
+    "token_at_vocab": (changed(TOKENS, VOCAB), TARGETS, [f"token {VOCAB}", "sample 5, position 7", f"of {VOCAB}"]),
+    "negative_token": (changed(TOKENS, -1), TARGETS, ["token -1", "sample 5, position 7"]),
+    "ignored_token": (changed(TOKENS, -100), TARGETS, ["token -100", "sample 5, position 7"]),
+    "target_at_vocab": (TOKENS, changed(TARGETS, VOCAB), [f"target {VOCAB}", "sample 5, position 7", "-100"]),
+    "negative_target": (TOKENS, changed(TARGETS, -1), ["target -1", "sample 5, position 7", "ignored"]),
+    "wide_token": (changed(TOKENS.astype(np.int64), 1 << 40), TARGETS, ["tokens", "32 bits", str(1 << 40)]),
+    "wraps_to_a_token": (changed(TOKENS.astype(np.uint64), (1 << 32) + 5), TARGETS, ["32 bits", str((1 << 32) + 5)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches(trainer, name):
+    tokens, targets, words = BATCHES[name]
+    refused_unchanged(trainer, pr.InvalidArgument, words, lambda: trainer.step(tokens, targets))
+
+
+def test_a_shorter_sequence_and_any_integer_type_are_fine(world):
+    losses = {
+        dtype: make_trainer(world, MODEL).step(TOKENS[:, :5].astype(dtype), TARGETS[:, :5].tolist()).loss
+        for dtype in (np.uint8, np.int16, np.int64, np.uint64)
+    }
+    assert len(set(losses.values())) == 1
+
+
+def test_refusals_leave_no_trace(world, trainer):
+    """Steps after refused ones are those of a trainer that never saw a wrong batch."""
+    fresh = make_trainer(world, MODEL, lanes=pr.Lanes(dp=2))
+    fresh.step(TOKENS, TARGETS)
+    assert fingerprint(fresh) == fingerprint(trainer)
+
+
+def test_one_rank_with_a_bad_batch_ends_the_step_of_all():
+    """The bad rank's own error is the first; the other gets an error too, instead of waiting."""
+    seen = {}
+
+    def run(world):
+        trainer = make_trainer(world, MODEL)
+        tokens = changed(TOKENS, VOCAB, at=(6, 0))
+        try:
+            trainer.step(local_part(world, tokens), local_part(world, TARGETS))
+        except pr.Error as error:
+            seen[world.rank] = error
+            raise
+
+    refused(pr.InvalidArgument, [f"token {VOCAB}"], lambda: run_ranks(2, run, timeout_s=10))
+    assert isinstance(seen[0], pr.PeerLost)
+    assert f"token {VOCAB}" in str(seen[0])
+
+
+# ---- data ----
+
+
+def header(version=1, code=2, num_tokens=8, vocab=300, magic=b"POLYTOK1"):
+    return struct.pack("<8sIIQQI", magic, version, code, num_tokens, vocab, 0).ljust(64, b"\0")
+
+
+FILES = {
+    "empty": (b"", ["0 bytes", "64"]),
+    "text": (b"import os\n" * 20, ["not a token file", "POLYTOK1", "polyreme data prepare"]),
+    "header_only": (header(num_tokens=0), ["no tokens", "polyreme data prepare"]),
+    "cut": (header() + bytes(15), ["damaged", "8 tokens of 2 bytes", "15 bytes", "polyreme data prepare"]),
+    "too_long": (header() + bytes(18), ["damaged", "18 bytes"]),
+    "later_version": (header(version=2) + bytes(16), ["version 2", "version 1"]),
+    "other_tokens": (header(code=3) + bytes(24), ["3 bytes per token", "2 or 4"]),
+    "no_vocabulary": (header(vocab=0) + bytes(16), ["vocab_size 0"]),
+    "too_short": (header() + bytes(16), ["8 tokens", "seq_len=24", "25", "use more text"]),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_token_files(tmp_path, name):
+    content, words = FILES[name]
+    path = tmp_path / "corpus.bin"
+    path.write_bytes(content)
+    refused(pr.InvalidArgument, ["corpus.bin", *words], lambda: pr.data.TokenDataset(path, seq_len=SEQ))
+
+
+def test_missing_corpus(tmp_path):
+    path = tmp_path / "none.bin"
+    words = ["none.bin", os.strerror(2), "polyreme data prepare"]
+    refused(pr.InvalidArgument, words, lambda: pr.data.TokenDataset(path, seq_len=SEQ))
+    refused(pr.InvalidArgument, [str(tmp_path), "not a regular file"], lambda: pr.data.TokenDataset(tmp_path, seq_len=1))
+
+
+@pytest.mark.parametrize("seq_len", [0, -1])
+def test_dataset_with_an_impossible_length(corpus, seq_len):
+    words = [f"seq_len={seq_len}", "at least 1"]
+    refused(pr.InvalidArgument, words, lambda: pr.data.TokenDataset(corpus, seq_len=seq_len))
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.5, math.nan])
+def test_split_by_an_impossible_share(corpus, share):
+    data = pr.data.TokenDataset(corpus, seq_len=SEQ)
+    refused(pr.InvalidArgument, [f"validation={share}", "between 0 and 1"], lambda: data.split(validation=share))
+
+
+def test_split_into_less_than_a_sample(corpus):
+    data = pr.data.TokenDataset(corpus, seq_len=SEQ)
+    for share in (1e-6, 1 - 1e-6):
+        refused(pr.InvalidArgument, ["too few", "shorter seq_len"], lambda share=share: data.split(validation=share))
+
+
+def test_vocabulary_that_the_data_exceeds(trainer, corpus, tmp_path):
+    data = pr.data.TokenDataset(corpus, seq_len=SEQ)
+    fitting = pr.data.TokenDataset(token_file(tmp_path, np.arange(99) % VOCAB, VOCAB), seq_len=SEQ)
+    for use in (
+        lambda: trainer.fit(data, steps=9),
+        lambda: trainer.fit(fitting, steps=9, validation=data),
+        lambda: trainer.evaluate(data),
+    ):
+        words = ["corpus.bin", "257", str(VOCAB), "vocab >= 257"]
+        refused_unchanged(trainer, pr.InvalidArgument, words, use)
+
+
+def test_length_that_is_not_the_models(trainer, tmp_path):
+    data = pr.data.TokenDataset(token_file(tmp_path, np.arange(99) % VOCAB, VOCAB), seq_len=SEQ - 1)
+    words = [f"seq_len={SEQ - 1}", f"seq_len={SEQ}", "use the same"]
+    refused_unchanged(trainer, pr.InvalidArgument, words, lambda: trainer.fit(data, steps=9))
+
+
+def test_a_file_whose_header_lies_about_its_vocabulary(trainer, tmp_path):
+    path = token_file(tmp_path, [*range(VOCAB), 200, *range(VOCAB)], 201)
+    content = bytearray(path.read_bytes())
+    struct.pack_into("<Q", content, 24, VOCAB)
+    path.write_bytes(content)
+    data = pr.data.TokenDataset(path, seq_len=SEQ)
+    words = ["token 200", f"position {VOCAB}", f"of {VOCAB}"]
+    refused_unchanged(trainer, pr.InvalidArgument, words, lambda: list(trainer.fit(data, steps=5)))
+    refused(pr.InvalidArgument, words, lambda: trainer.evaluate(data))
+    refused(pr.InvalidArgument, words, lambda: list(data))
+
+
+@pytest.mark.parametrize("num_samples", [0, -1])
+def test_evaluation_of_nothing(trainer, tmp_path, num_samples):
+    data = pr.data.TokenDataset(token_file(tmp_path, np.arange(99) % VOCAB, VOCAB), seq_len=SEQ)
+    words = [f"num_samples={num_samples}", "at least 1"]
+    refused(pr.InvalidArgument, words, lambda: trainer.evaluate(data, num_samples=num_samples))
+
+
+# ---- parameters ----
+
+
+def test_unknown_parameters_and_states(trainer):
+    refused(pr.InvalidArgument, ["wte.wight"], lambda: trainer.parameter("wte.wight"))
+    refused(pr.InvalidArgument, ["wte.wight"], lambda: trainer.set_parameter("wte.wight", np.zeros(3)))
+    words = ["momentum", "exp_avg", "exp_avg_sq"]
+    refused(pr.InvalidArgument, words, lambda: trainer.optimizer_state("wte.weight", "momentum"))
+
+
+def test_gradient_before_the_first_step(world):
+    fresh = make_trainer(world, MODEL)
+    refused(pr.InvalidArgument, ["no gradient", "first step"], lambda: fresh.gradient("wte.weight"))
+
+
+def test_values_of_another_shape(trainer):
+    shape = trainer.parameter("wte.weight").shape
+    for values in (np.zeros(shape[0]), np.zeros(shape[::-1]), np.zeros((*shape, 1))):
+        refused_unchanged(
+            trainer,
+            pr.InvalidArgument,
+            ["'wte.weight'", str(shape), str(values.shape)],
+            lambda values=values: trainer.set_parameter("wte.weight", values),
+        )
+
+
+# ---- numbers that are not finite ----
+
+
+@pytest.mark.parametrize("optimizer", [pr.AdamW(lr=1e-2, weight_decay=0.1), pr.SGD(lr=1e-2, momentum=0.9)])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_f57_a_step_that_is_not_finite_changes_nothing(size, optimizer, bad):
+    states = ("exp_avg", "exp_avg_sq") if isinstance(optimizer, pr.AdamW) else ("momentum",)
+    name = "h.1.mlp.fc.weight"
+
+    def snapshot(trainer):
+        found = {other: trainer.parameter(other) for other in trainer.parameter_names() if other != name}
+        found |= {(n, kind): trainer.optimizer_state(n, kind) for n in trainer.parameter_names() for kind in states}
+        return {key: value.tobytes() for key, value in found.items()}
+
+    def run(world):
+        options = dict(optimizer=optimizer, lanes=pr.Lanes(dp=2), clip_norm=1.0)
+        trainer, other = (make_trainer(world, MODEL, **options) for _ in range(2))
+        batch = local_part(world, TOKENS), local_part(world, TARGETS)
+        trainer.step(*batch), other.step(*batch)
+        good, before = trainer.parameter(name), snapshot(trainer)
+        trainer.set_parameter(name, changed(good, bad, at=(1, 2)))
+        text = refused(
+            pr.NumericError, ["step 2", "not finite", "Nothing was updated", "learning rate"], lambda: trainer.step(*batch)
+        )
+        assert any(f"'{each}'" in text for each in trainer.parameter_names())
+        assert snapshot(trainer) == before
+        assert trainer.applied_steps == 1
+        assert np.array_equal(trainer.parameter(name), changed(good, bad, at=(1, 2)), equal_nan=True)
+        # Repaired, training goes on as if nothing had been.
+        trainer.set_parameter(name, good)
+        stats = trainer.step(*batch)
+        assert stats.step == 2
+        assert (stats.loss, stats.grad_norm) == (other.step(*batch).loss, stats.grad_norm)
+        assert all(
+            trainer.parameter(n).tobytes() == other.parameter(n).tobytes() for n in trainer.parameter_names()
+        )
+        return text
+
+    texts = run_ranks(size, run)
+    assert len(set(texts)) == 1
+
+
+def test_a_loss_that_is_not_finite_with_a_gradient_that_is(world):
+    """Logits of +-3e38: the loss overflows, its gradient does not."""
+    model = pr.models.GPT(layers=1, hidden=4, heads=1, vocab=2, seq_len=1, tied=False)
+    trainer = make_trainer(world, model, optimizer=pr.SGD(lr=1.0), global_batch=1)
+    trainer.set_parameter("ln_f.weight", [0, 0, 0, 0])
+    trainer.set_parameter("ln_f.bias", [3e38, 0, 0, 0])
+    trainer.set_parameter("lm_head.weight", [[1, 0, 0, 0], [-1, 0, 0, 0]])
+    before = {name: trainer.parameter(name).tobytes() for name in trainer.parameter_names()}
+    refused(pr.NumericError, ["step 1", "loss inf"], lambda: trainer.step([[0]], [[1]]))
+    assert {name: trainer.parameter(name).tobytes() for name in trainer.parameter_names()} == before
+
+
+# ---- groups ----
+
+
+def test_all_reduce(world):
+    group = pr.Mesh(world)["dp"]
+    refused(pr.InvalidArgument, ["'avg'", "sum, max or min"], lambda: group.all_reduce([1.0], op="avg"))
+    for array in (np.zeros(2, np.int8), np.zeros(2, bool), np.zeros(2, complex), np.array(["a"])):
+        words = ["float32, float64, int32 or int64", str(array.dtype)]
+        refused(pr.InvalidArgument, words, lambda array=array: group.all_reduce(array))
+
+
+def test_ranks_that_disagree_about_a_collective():
+    def run(world):
+        group = pr.Mesh(world)["dp"]
+        refused(pr.CollectiveMismatch, ["0", "1", "3", "4"], lambda: group.all_reduce(np.zeros(3 + world.rank)))
+
+    run_ranks(2, run)
+
+
+def test_barrier_names_the_rank_that_does_not_come():
+    def run(world):
+        if world.rank == 0:
+            start = time.monotonic()
+            refused(pr.Timeout, ["barrier", "1"], lambda: world.barrier(timeout_s=0.3))
+            assert time.monotonic() - start < 30
+        else:
+            time.sleep(0.5)
+
+    run_ranks(2, run)

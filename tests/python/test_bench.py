@@ -1,0 +1,103 @@
+"""`polyreme bench` at tiny sizes: the fields, and equal mathematics of the contenders. No speed."""
+
+from __future__ import annotations
+
+import json
+
+import polyreme as pr
+import pytest
+from helpers import polyreme
+from polyreme.bench.gemm import bench_gemm, render_gemm
+from polyreme.bench.step import bench_step, render_step
+
+pytestmark = pytest.mark.mp
+
+SIZES = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 61, "seq-len": 16}
+SIZE = [word for name, value in SIZES.items() for word in (f"--{name}", value)]
+MODEL = pr.models.GPT(**{name.replace("-", "_"): value for name, value in SIZES.items()})
+PRODUCTS = [shape[:4] for shape in MODEL.gemm_shapes(2)]
+KINDS = {"gemm", "attention", "norm", "elementwise", "embedding", "loss", "optimizer"}
+
+
+def bench(kind, *options):
+    done = polyreme("bench", kind, *SIZE, "--json", *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_gemm_json():
+    result = bench("gemm", "--batch", 2, "--repeats", 2)
+    assert [(row["name"], row["m"], row["n"], row["k"]) for row in result["shapes"]] == PRODUCTS
+    assert all(row["gflops"]["polyreme"] > 0 for row in result["shapes"])
+    rates = [row["gflops"]["polyreme"] for row in result["shapes"]]
+    assert min(rates) <= result["weighted_gflops"]["polyreme"] <= max(rates)
+    assert result["threads"] == 1
+    assert result["ratio_geomean"] == result["ratio_min"] == {}
+
+
+def test_gemm_against_numpy(world):
+    result = bench_gemm(MODEL, batch=1, threads=1, isa="avx2", repeats=1, against=["numpy"])
+    assert set(result["weighted_gflops"]) == {"polyreme", "numpy"}
+    assert 0 < result["ratio_min"]["numpy"] <= result["ratio_geomean"]["numpy"]
+    assert "avx2" in result["device"]
+    table = "\n".join(render_gemm(result))
+    assert all(name in table for name, *_ in PRODUCTS)
+
+
+def test_step_json():
+    result = bench("step", "--batch", 2, "--steps", 2)
+    run = result["runs"]["polyreme"]
+    assert set(result["runs"]) == {"polyreme"}
+    assert len(run["seconds"]) == 2
+    assert len(run["loss"]) == 3
+    assert set(run["breakdown_s"]) >= KINDS
+    assert all(seconds > 0 for seconds in run["breakdown_s"].values())
+    assert sum(run["breakdown_s"].values()) <= sum(run["seconds"]) * 1.001
+    assert run["num_parameters"] == sum(_size(spec["shape"]) for spec in MODEL.param_specs())
+    assert min(run["tokens_per_s"], run["gflops"], run["share_of_sgemm"], run["peak_rss_bytes"]) > 0
+    assert result["model"]["hidden"] == 32
+
+
+def test_step_without_the_recorder_has_no_breakdown():
+    result = bench_step(MODEL, batch=1, micro_batch=1, threads=1, isa="auto", steps=1, against=[], record=False)
+    assert result["runs"]["polyreme"]["breakdown_s"] == {}
+    assert "polyreme" in "\n".join(render_step(result))
+
+
+@pytest.mark.torch
+def test_step_against_torch_has_the_same_losses():
+    import reference  # noqa: F401  (skips where PyTorch is missing)
+
+    result = bench("step", "--batch", 3, "--micro-batch", 2, "--steps", 3, "--against", "torch")
+    ours, theirs = (result["runs"][name] for name in ("polyreme", "torch"))
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    assert len(set(ours["loss"])) == 4
+    assert set(theirs) >= {"seconds", "tokens_per_s", "gflops", "share_of_sgemm", "peak_rss_bytes"}
+    assert result["speed_ratio"]["torch"] > 0
+    assert result["memory_ratio"]["torch"] > 0
+    assert set(result["sgemm_gflops"]) == {"polyreme", "torch"}
+
+
+@pytest.mark.parametrize(
+    "kind, options, words",
+    [
+        ("gemm", ["--against", "blas"], ["--against blas", "torch, numpy"]),
+        ("gemm", ["--isa", "sse"], ["sse", "avx2"]),
+        ("step", ["--against", "jax"], ["--against jax", "torch"]),
+        ("step", ["--batch", 2, "--micro-batch", 3], ["batch=2", "micro_batch=3"]),
+        ("step", ["--steps", 0], ["steps=0"]),
+    ],
+)
+def test_bad_arguments_are_told_in_one_line(kind, options, words):
+    done = polyreme("bench", kind, *SIZE, *options)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def _size(shape):
+    result = 1
+    for dim in shape:
+        result *= dim
+    return result

@@ -1,0 +1,78 @@
+"""`polyreme doctor` as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import polyreme as pr
+import pytest
+from helpers import polyreme
+from polyreme import _core
+from polyreme.cli import doctor
+
+pytestmark = pytest.mark.mp
+
+FIELDS = {
+    "version",
+    "python",
+    "executable",
+    "system",
+    "cpus",
+    "memory_bytes",
+    "shared_memory_bytes",
+    "build",
+    "cuda",
+    "backends",
+    "can_train",
+    "promise",
+}
+BACKENDS = {"cpu", "cuda", "shm", "tcp", "nccl", "mpi"}
+
+
+def test_json():
+    done = polyreme("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert set(report) == FIELDS
+    assert report["version"] == pr.__version__
+    assert report["can_train"] is True
+    assert report["cpus"] == len(os.sched_getaffinity(0))
+    assert report["memory_bytes"] > 0
+    assert report["shared_memory_bytes"] > 0
+    assert set(report["backends"]) == BACKENDS
+    for backend in report["backends"].values():
+        assert set(backend) == {"usable", "text"}
+        assert backend["text"]
+    assert all(level in report["backends"]["cpu"]["text"] for level in _core.supported_isas())
+    assert all(set(row) == {"backend", "equal", "seen"} for row in report["promise"])
+    assert report["build"] == _core.build_info()
+
+
+def test_text():
+    done = polyreme("doctor")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.startswith(f"polyreme {pr.__version__}")
+    for word in (*BACKENDS, "CPUs", "memory", "same bits", "seen:", *_core.supported_isas()):
+        assert word in done.stdout, word
+
+
+def test_what_is_absent_is_said_with_the_reason():
+    report = doctor.examine()
+    for name in ("nccl", "mpi"):
+        build = report["build"]
+        expected = build[f"{name}_version"] or build[f"{name}_absent"]
+        assert expected
+        assert expected in report["backends"][name]["text"]
+    assert not report["backends"]["cuda"]["usable"]
+
+
+def test_a_machine_that_cannot_train(monkeypatch, capsys):
+    monkeypatch.setattr(_core, "supported_isas", list)
+    report = doctor.examine()
+    assert report["can_train"] is False
+    assert "AVX2" in doctor.render(report)[-1]
+    monkeypatch.setattr(doctor, "examine", lambda: report)
+    assert doctor.run(type("Arguments", (), {"json": False})) == 1
+    assert "cannot train" in capsys.readouterr().out
