@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -117,12 +118,29 @@ def clean_environment(**more):
     return {**environment, **more}
 
 
-def polyreme(*arguments, timeout=HANG_S):
+def polyreme(*arguments, timeout=HANG_S, **environment):
     """Runs the command line to its end."""
     command = [sys.executable, "-m", "polyreme", *map(str, arguments)]
     return subprocess.run(
-        command, env=clean_environment(), capture_output=True, text=True, timeout=timeout, check=False
+        command,
+        env=clean_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
+
+
+def processes_with(name, value):
+    """Processes that are alive and have this variable in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if f"{name}={value}".encode() in (entry / "environ").read_bytes().split(b"\0") and state != "Z":
+                    found.append(int(entry.name))
+    return found
 
 
 def json_lines(text):

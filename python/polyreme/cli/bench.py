@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
+
+from . import UsageError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -12,6 +15,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     gemm = kinds.add_parser("gemm", help="the model's matrix products")
     step = kinds.add_parser("step", help="whole training steps, with a breakdown and peak memory")
+    comm = kinds.add_parser("comm", help="collectives between processes of this host")
+    comm.add_argument("--ranks", type=int, default=2, metavar="N", help="(default 2)")
+    comm.add_argument(
+        "--sizes", default="4,1024,65536,1048576,16777216,67108864", metavar="LIST", help="bytes of the payload"
+    )
+    comm.add_argument("--repeats", type=int, default=5, metavar="N", help="five times that up to 1 MiB (default 5)")
+    comm.add_argument("--against", default="", metavar="LIST", help="gloo (through PyTorch)")
+    comm.add_argument("--json", action="store_true", help="print the result as JSON")
     for each in (gemm, step):
         size = each.add_argument_group("model")
         for name, default in (("layers", 6), ("hidden", 768), ("heads", 12), ("vocab", 50304), ("seq-len", 1024)):
@@ -31,12 +42,33 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, returns 0."""
+    result, lines = _comm(args) if args.kind == "comm" else _model(args)
+    print(json.dumps(result, indent=2) if args.json else "\n".join(lines))
+    return 0
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _comm(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from polyreme.bench.comm import bench_comm, render_comm
+
+    try:
+        sizes = [int(size) for size in _names(args.sizes)]
+    except ValueError:
+        raise UsageError(f"--sizes {args.sizes}: expected bytes, such as 4,1048576") from None
+    result = bench_comm(ranks=args.ranks, sizes=sizes, repeats=args.repeats, against=_names(args.against))
+    return result, render_comm(result)
+
+
+def _model(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from polyreme.bench.gemm import bench_gemm, render_gemm
     from polyreme.bench.step import bench_step, render_step
     from polyreme.models import GPT
 
     model = GPT(layers=args.layers, hidden=args.hidden, heads=args.heads, vocab=args.vocab, seq_len=args.seq_len)
-    against = [name for name in args.against.split(",") if name]
+    against = _names(args.against)
     if args.kind == "gemm":
         result = bench_gemm(
             model, batch=args.batch, threads=args.threads, isa=args.isa, repeats=args.repeats, against=against
@@ -54,5 +86,4 @@ def run(args: argparse.Namespace) -> int:
             record=not args.no_record,
         )
         lines = render_step(result)
-    print(json.dumps(result, indent=2) if args.json else "\n".join(lines))
-    return 0
+    return result, lines

@@ -1,15 +1,16 @@
 // fp32 matrix multiplication with one fixed chain over k per element of C; contract in gemm.h.
 //
-// The structure is that of Goto and van de Geijn (Anatomy of High-Performance Matrix
-// Multiplication, ACM TOMS 2008) as arranged by BLIS (Van Zee and van de Geijn, ACM TOMS 2015):
-// operands are packed into panels, a micro-kernel keeps a tile of C in registers. Two things
-// differ. First, the tile starts from C instead of being added to it, which makes the sum over all
-// blocks of k one chain. Second, the loop over blocks of k lies inside the loop over row blocks,
-// so that the part of C that is revisited for every block of k stays in a near cache.
+// The structure is that of Goto and van de Geijn (Anatomy of High-Performance Matrix Multiplication, ACM
+// TOMS 2008) as arranged by BLIS (Van Zee and van de Geijn, ACM TOMS 2015): operands are packed into panels,
+// a micro-kernel keeps a tile of C in registers. It differs in that a tile starts from C instead of being
+// added to it, which makes the sum over all steps of k one chain.
 //
 //   panel   kTileRows rows of A or kTileCols columns of B, k-major
-//   slab    as many columns of C and B as one packed B holds
-//   block   kc steps of k, mc rows: the packed A that stays in L2
+//   slab    up to kSlabCols columns of B and C; the packed B of one slab and one step streams from L3
+//   step    up to kDepth values of k
+//   block   up to kBlockRows rows of A and C; the packed A of one block and one step stays in L2
+//
+// Scratch memory is that one packed B and that one packed A, per thread.
 #include "ops/cpu/kernels/gemm.h"
 
 #include "device/cpu/thread_pool.h"
@@ -19,9 +20,9 @@
 namespace polyreme::cpu::POLYREME_ISA {
 namespace {
 
-// Sized for 32-48 KiB of L1 and 512 KiB to 2 MiB of L2, which covers the machines at hand; measured
-// flat around these values. A block of A takes a third to a half of L2; a slab of B streams from L3
-// once per block of A. Deep blocks spare passes over C.
+// Sized for 32-48 KiB of L1 and 512 KiB to 2 MiB of L2, which covers the machines at hand; speed is flat
+// around these values. Deeper steps spare passes over C, but a packed B of more than about 8 MiB falls out of
+// L3 and costs 10 %.
 #if defined(__AVX512F__)
 constexpr int64_t kDepth = 768;
 constexpr int64_t kBlockRows = 8 * kTileRows;

@@ -1,0 +1,60 @@
+"""`polyreme bench comm`: latency and bandwidth of collectives over shared memory, beside Gloo's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from ..errors import Error, InvalidArgument
+
+__all__ = ["bench_comm", "render_comm"]
+
+
+def bench_comm(*, ranks: int, sizes: list[int], repeats: int, against: list[str]) -> dict[str, Any]:
+    """Times all_reduce, reduce_scatter and all_gather of float32 over `ranks` processes of this host.
+
+    Contenders take turns; a row has the median over `repeats` of the slowest rank's time, and the
+    bus bandwidth that follows (2(n-1)/n of the payload for all_reduce, (n-1)/n for the others).
+    """
+    if ranks < 2 or repeats < 1 or not sizes or min(sizes) < 4:
+        raise InvalidArgument(
+            f"bench comm: ranks={ranks}, sizes={sizes}, repeats={repeats};"
+            " expected at least 2 ranks, sizes of 4 bytes and more, and 1 repeat"
+        )
+    for name in against:
+        if name != "gloo":
+            raise InvalidArgument(f"--against {name}: expected gloo")
+    with tempfile.TemporaryDirectory(prefix="polyreme-bench-") as folder:
+        settings = {
+            "sizes": sizes,
+            "repeats": repeats,
+            "against": against,
+            "rendezvous": os.path.join(folder, "gloo"),
+        }
+        command = [sys.executable, "-m", "polyreme", "run", "-n", str(ranks), "--prefix", "never"]
+        command += ["-m", "polyreme.bench.comm_worker", json.dumps(settings)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"ranks"')]
+    if done.returncode != 0 or not lines:
+        raise Error(f"bench comm: the ranks ended with exit code {done.returncode}; their error is above")
+    result: dict[str, Any] = json.loads(lines[0])
+    return result
+
+
+def render_comm(result: dict[str, Any]) -> list[str]:
+    """The result as a table for people."""
+    rivals = [who for who in result["rows"][0]["seconds"] if who != "polyreme"]
+    lines = [f"{result['ranks']} ranks over shared memory; memcpy {result['memcpy_gb_s']:.1f} GB/s one way"]
+    lines.append(f"{'operation':15} {'bytes':>10} {'us':>10} {'bus GB/s':>9}" + "".join(f" {w:>10} {'ratio':>6}" for w in rivals))
+    for row in result["rows"]:
+        line = f"{row['op']:15} {row['bytes']:10} {1e6 * row['seconds']['polyreme']:10.1f}"
+        line += f" {row['bus_gb_s']['polyreme']:9.2f}"
+        for who in rivals:
+            ratio = row["seconds"][who] / row["seconds"]["polyreme"]
+            line += f" {1e6 * row['seconds'][who]:10.1f} {ratio:6.2f}"
+        lines.append(line)
+    return lines
