@@ -8,6 +8,8 @@ LOGS="$ROOT/build/logs"
 # Paths below it enter ccache's keys relative to the build folder, so that build/dev, the package's
 # build and a wheel's build from an sdist share what they have in common.
 export CCACHE_BASEDIR="$ROOT"
+# The same name of the compiler everywhere, for the same reason: a Python names the one it was built by.
+export CXX="${CXX:-g++}"
 
 # A command that fails where nobody expected it must not end a script in silence.
 trap_failures() {
@@ -31,12 +33,13 @@ seconds_since() {
 }
 
 # step TEXT COMMAND...: runs the command with its output in a log file and says TEXT and the time.
-# Returns the command's status, after showing the end of the log if it failed.
+# Returns the command's status, after showing the end of the log if it failed. LAST_LOG is the file.
 step() {
   local text="$1" log start status=0
   shift
   mkdir -p "$LOGS"
-  log="$LOGS/$(printf '%s' "$text" | tr -cs 'A-Za-z0-9' '-' | cut -c1-60).log"
+  LAST_LOG="$LOGS/$(printf '%s' "$text" | tr -cs 'A-Za-z0-9' '-' | cut -c1-60).log"
+  log="$LAST_LOG"
   printf '==> %s ... ' "$text"
   start=${EPOCHREALTIME/[^0-9]/}
   "$@" >"$log" 2>&1 </dev/null || status=$?

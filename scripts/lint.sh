@@ -65,8 +65,9 @@ check_tidy() {
   have clang-tidy || missing clang-tidy || return 1
   have clang-tidy || return 0
   [ -e build/dev/compile_commands.json ] || cmake --preset dev >/dev/null
+  # Clang does not know g++'s pragmas, and the compiler's command makes warnings errors.
   find csrc -name '*.cpp' -not -path '*/kernels/*' -not -path 'csrc/bindings/*' -print0 |
-    xargs -0 -n 4 -P "$(num_jobs)" clang-tidy -p build/dev --quiet 2>/dev/null
+    xargs -0 -n 4 -P "$(num_jobs)" clang-tidy -p build/dev --quiet --extra-arg=-Wno-unknown-pragmas 2>/dev/null
 }
 
 FAILED=()

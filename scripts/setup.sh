@@ -4,7 +4,7 @@
 #   scripts/setup.sh        enough to train (no tests, no CUDA, no PyTorch)
 #   scripts/setup.sh --dev  also CUDA where the toolkit is, the C++ tests' needs, PyTorch and the linters
 #
-# Environment: POLYREME_VENV (default .venv), POLYREME_PYTHON (the interpreter to make it from).
+# Environment: POLYREME_VENV (default .venv), PYTHON (the interpreter to make it from).
 # Every finished part leaves a stamp; a part that was cut short has none and is done again.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -30,7 +30,7 @@ has_python_headers() {
 # Without these nothing can be built.
 required_packages() {
   local python
-  have g++ || echo g++
+  have "$CXX" || echo g++
   if python="$(choose_python)"; then
     "$python" -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
     has_python_headers "$python" || echo python3-dev
@@ -93,9 +93,9 @@ if a download failed, check the network; then run this again"
 
 check_compiler() {
   local version
-  version="$(g++ -dumpfullversion -dumpversion)"
+  version="$("$CXX" -dumpfullversion -dumpversion)"
   version_at_least "$version" 11 ||
-    die "g++ $version does not know C++20" "install g++ 11 or newer and put it first on PATH"
+    die "$CXX $version does not know C++20" "install g++ 11 or newer, and set CXX to it if it is not the first on PATH"
 }
 
 check_disk() {
@@ -111,7 +111,7 @@ check_disk() {
 # The interpreter to use, or nothing if none is new enough.
 choose_python() {
   local candidate
-  for candidate in ${POLYREME_PYTHON:+"$POLYREME_PYTHON"} python3 /usr/bin/python3 python3.{19..9}; do
+  for candidate in ${PYTHON:+"$PYTHON"} python3 /usr/bin/python3 python3.{19..9}; do
     candidate="$(command -v "$candidate" 2>/dev/null)" || continue
     if python_version_of "$candidate" >/dev/null; then
       echo "$candidate"
@@ -131,7 +131,7 @@ make_venv() {
   local python
   if [ -e "$STAMPS/venv" ] && "$VENV/bin/python" -c 'import pip' 2>/dev/null; then return 0; fi
   python="$(choose_python)" ||
-    die "no Python of version $PYTHON_FLOOR or newer was found" "install one, or name it: POLYREME_PYTHON=/path/to/python3"
+    die "no Python of version $PYTHON_FLOOR or newer was found" "install one, or name it: PYTHON=/path/to/python3"
   step "Making $(basename "$VENV") with Python $(python_version_of "$python")" create_venv "$python" ||
     die "the virtual environment could not be made" \
       "see above; if pip found no package index, check the network and pip's own configuration"
@@ -145,7 +145,7 @@ make_venv() {
 # Python files is no part of it, but their names are.
 inputs_hash() {
   {
-    echo "$ROOT $(g++ -dumpfullversion -dumpversion) $("$VENV/bin/python" -VV)"
+    echo "$ROOT $CXX $("$CXX" -dumpfullversion -dumpversion) $("$VENV/bin/python" -VV)"
     find python -name '*.py' | LC_ALL=C sort
     find csrc cmake CMakeLists.txt pyproject.toml scripts/setup.sh -type f -print0 |
       LC_ALL=C sort -z | xargs -0 sha256sum

@@ -92,7 +92,7 @@ run_part() {
   SUMMARY+=("$(printf '%-12s %-7s %8s s' "$name" "$verdict" "$(seconds_since "$start")")")
 }
 
-scripts/setup.sh --dev
+scripts/setup.sh --dev || exit 1
 # CMake and Ninja may be those of the environment (scripts/setup.sh).
 export PATH="$PATH:$VENV/bin"
 # Tests treat a missing PyTorch as a failure, not as a reason to skip.

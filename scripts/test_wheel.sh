@@ -97,5 +97,5 @@ for entry in "${PYTHONS[@]}"; do
   step "Python $version: import, polyreme doctor" check_import "$folder" || die "the package does not work" "see above"
   step "Python $version: training on two ranks" train "$folder" || die "the example does not run" "see above"
   step "Python $version: tests" run_tests "$folder" || die "tests fail with the installed wheel" "see above"
-  tail -n 1 "$LOGS"/Python-"$version"-tests*.log
+  tail -n 1 "$LAST_LOG"
 done

@@ -38,14 +38,53 @@ std::string invitation(const std::string& segment_name) {
 // The name of the segment. Throws CommError if the invitation is an error or from another host.
 std::string accept_invitation(const std::string& text, int rank, const CommOptions& options) {
   const std::string where = concat("group '", options.name, "', rank ", rank, ": ");
-  require<CommError>(text.starts_with("ok "), where, "rank 0 could not make the shared memory: ",
-                     text.starts_with("error ") ? text.substr(6) : text);
+  require<CommError>(text.starts_with("ok "), where,
+                     "rank 0 could not open the group: ", text.starts_with("error ") ? text.substr(6) : text);
   std::istringstream words(text.substr(3));
   std::string boot, host, name;
   words >> boot >> host >> name;
   require<CommError>(boot == boot_id(), where, "rank 0 is on host ", host, ", this rank on host ",
                      host_name(), "; shared memory joins processes of one host only");
   return name;
+}
+
+// Rank 0. Whatever goes wrong is told to those who have not attached yet.
+std::unique_ptr<Communicator> host_segment(Store& store, const std::string& key,
+                                           const std::shared_ptr<SharedMemorySource>& source, int size,
+                                           const CommOptions& options) {
+  std::string segment;
+  try {
+    auto memory = create_segment(*source, size, options, &segment);
+    auto communicator = join(std::move(memory), source, 0, size, options);
+    store.set(key, invitation(segment));
+    communicator->attach();
+    source->forget(segment);
+    return communicator;
+  } catch (const std::exception& failure) {
+    const std::string text = failure.what();
+    try {
+      store.set(key, "error " + text);
+    } catch (const CommError&) {  // they will miss the store itself
+    }
+    if (!segment.empty()) source->forget(segment);
+    throw;
+  }
+}
+
+std::unique_ptr<Communicator> join_segment(Store& store, const std::string& key,
+                                           const std::shared_ptr<SharedMemorySource>& source, int rank,
+                                           int size, const CommOptions& options) {
+  const std::string segment = accept_invitation(store.get(key, options.timeout), rank, options);
+  std::shared_ptr<SharedMemory> memory;
+  try {
+    memory = source->attach(segment);
+  } catch (const CommError&) {
+    accept_invitation(store.get(key, options.timeout), rank, options);  // rank 0 may have failed meanwhile
+    throw;
+  }
+  auto communicator = join(std::move(memory), source, rank, size, options);
+  communicator->attach();
+  return communicator;
 }
 
 }  // namespace
@@ -77,30 +116,8 @@ std::unique_ptr<Communicator> make_shm_communicator(Store& store, int rank, int 
   // The n-th group of this name; each rank counts for itself, so a key is never used twice.
   const std::string base = concat("shm/", options.name, "/");
   const std::string key = concat(base, store.add(concat(base, "rank", rank), 1));
-  if (rank != 0) {
-    const std::string segment = accept_invitation(store.get(key, options.timeout), rank, options);
-    auto communicator = join(source->attach(segment), source, rank, size, options);
-    communicator->attach();
-    return communicator;
-  }
-  std::string segment;
-  std::shared_ptr<SharedMemory> memory;
-  try {
-    memory = create_segment(*source, size, options, &segment);
-  } catch (const std::exception& failure) {
-    store.set(key, concat("error ", failure.what()));
-    throw;
-  }
-  try {
-    auto communicator = join(std::move(memory), source, rank, size, options);
-    store.set(key, invitation(segment));
-    communicator->attach();
-    source->forget(segment);
-    return communicator;
-  } catch (...) {
-    source->forget(segment);
-    throw;
-  }
+  return rank == 0 ? host_segment(store, key, source, size, options)
+                   : join_segment(store, key, source, rank, size, options);
 }
 
 }  // namespace polyreme

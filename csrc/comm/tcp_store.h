@@ -25,7 +25,8 @@ struct TcpStoreOptions {
 };
 
 // The store of a job over TCP. Rank 0 serves it from a thread of its own and is a client like the
-// others. No byte of a peer is interpreted before both sides have shown that they know the secret
+// others; when an error ends rank 0, its destructor gives the others up to a second to read what was
+// set last. No byte of a peer is interpreted before both sides have shown that they know the secret
 // (HMAC-SHA256 over fresh nonces); requests are capped before memory is taken, and a malformed one
 // costs its sender the connection and nobody else.
 //

@@ -203,7 +203,8 @@ double Engine::read_sum(const Tensor& limbs) {
 
 StepStats Engine::train_step(const HostBatch& batch, double lr) {
   check_batch(batch, local_batch(), /*needs_targets=*/true);
-  require(std::isfinite(lr) && lr >= 0, "learning rate ", lr, "; expected a finite number, 0 or more");
+  require(std::isfinite(static_cast<float>(lr)) && lr >= 0, "learning rate ", lr,
+          "; expected a finite number (in fp32), 0 or more");
   const int64_t valid = sum_over_dp(count_valid(batch));
   const WaitAtExit wait(*stream_);
   const DeviceBatch on_device = upload(batch);
@@ -218,8 +219,9 @@ StepStats Engine::train_step(const HostBatch& batch, double lr) {
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
   const double norm = std::sqrt(read_sum(square_sum_));
   if (!std::isfinite(norm) || !std::isfinite(loss))
-    throw NumericError(concat("step ", applied_steps_ + 1, ": loss ", loss, "; ", what_is_not_finite(),
-                              ". Nothing was updated. Lower the learning rate or set clip_norm, and check the data"));
+    throw NumericError(
+        concat("step ", applied_steps_ + 1, ": loss ", loss, "; ", what_is_not_finite(),
+               ". Nothing was updated. Lower the learning rate or set clip_norm, and check the data"));
   if (valid > 0) ++applied_steps_;
   return {loss, norm, options_.global_batch * batch.seq_len, valid};
 }
@@ -227,8 +229,8 @@ StepStats Engine::train_step(const HostBatch& batch, double lr) {
 StepStats Engine::train_step(const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
   // On every rank alike, so that no rank is left waiting for one that found its sample missing.
   require(order.num_samples() <= data.num_samples(model_.max_seq_len), "the order has ", order.num_samples(),
-          " samples; '", data.path(), "' has ", data.num_samples(model_.max_seq_len), " of ", model_.max_seq_len,
-          " tokens");
+          " samples; '", data.path(), "' has ", data.num_samples(model_.max_seq_len), " of ",
+          model_.max_seq_len, " tokens");
   const int64_t first = step * options_.global_batch + dp_rank_ * local_batch();
   return train_step(read_samples(data, local_batch(), [&](int64_t i) { return order(first + i); }), lr);
 }
@@ -236,9 +238,9 @@ StepStats Engine::train_step(const TokenDataset& data, const SampleOrder& order,
 StepStats Engine::evaluate(const TokenDataset& data, int64_t first, int64_t num_samples) {
   require(num_samples >= 1, "evaluate: num_samples=", num_samples, "; expected at least 1");
   const int64_t available = data.num_samples(model_.max_seq_len);
-  require(first >= 0 && first <= available && num_samples <= available - first, "evaluate: samples [", first, ", ",
-          first, " + ", num_samples, ") of '", data.path(), "', which has ", available, " samples of ",
-          model_.max_seq_len, " tokens");
+  const bool in_range = first >= 0 && first <= available && num_samples <= available - first;
+  require(in_range, "evaluate: samples [", first, ", ", first, " + ", num_samples, ") of '", data.path(),
+          "', which has ", available, " samples of ", model_.max_seq_len, " tokens");
   const int64_t begin = num_samples * dp_rank_ / dp_.size();
   const int64_t count = num_samples * (dp_rank_ + 1) / dp_.size() - begin;
   const HostBatch batch = read_samples(data, count, [&](int64_t i) { return first + begin + i; });

@@ -12,12 +12,14 @@ namespace {
 
 void validate(const GptConfig& config) {
   // Token ids are int32; the other limits keep every size in bytes inside int64.
-  constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max(), kMaxWidth = 1 << 20, kMaxLayers = 1 << 16;
+  constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMaxWidth = 1 << 20, kMaxLayers = 1 << 16;
   const auto in_range = [](const char* name, int64_t value, int64_t limit) {
     require(value >= 1 && value <= limit, "GPT: ", name, "=", value, "; expected 1 to ", limit);
   };
   const auto finite = [](const char* name, double value) {
-    require(value >= 0 && std::isfinite(value), "GPT: ", name, "=", value, "; expected a finite number, 0 or more");
+    require(value >= 0 && std::isfinite(value), "GPT: ", name, "=", value,
+            "; expected a finite number, 0 or more");
   };
   in_range("layers", config.layers, kMaxLayers);
   in_range("hidden", config.hidden, kMaxWidth);

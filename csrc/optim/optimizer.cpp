@@ -41,8 +41,10 @@ class AdamW final : public Optimizer {
       : runs_(decay_runs(layout, options.weight_decay)), options_(options) {
     require(options.beta1 >= 0 && options.beta1 < 1 && options.beta2 >= 0 && options.beta2 < 1, "AdamW: betas (",
             options.beta1, ", ", options.beta2, "); expected 0 <= beta < 1");
-    require(options.eps > 0 && std::isfinite(options.eps), "AdamW: eps=", options.eps,
-            "; expected a finite number, more than 0");
+    // The update computes with fp32: an eps that is 0 there would divide the zeros of the gaps by zero.
+    const auto eps = static_cast<float>(options.eps);
+    require(eps > 0 && std::isfinite(eps), "AdamW: eps=", options.eps,
+            "; expected more than 0, and finite, in fp32");
     m_ = zeros(stream, layout, "adamw exp_avg");
     v_ = zeros(stream, layout, "adamw exp_avg_sq");
   }

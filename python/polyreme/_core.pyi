@@ -4,7 +4,7 @@ tests/python/test_stubs.py checks this file against the module. Arrays of tokens
 seq_len]; sizes of `_bytes` are bytes, times of `_s` seconds and of `_ns` nanoseconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,10 +45,12 @@ def make_world(
     job_id: str,
     init_timeout_s: float,
     timeout_s: float,
+    greeting_limit_s: float,
     num_threads: int,
     isa: str,
     executor: str,
     schedule_seed: int,
+    progress: Callable[[str], object],
 ) -> World: ...
 def make_local_worlds(
     *, size: int, num_threads: int, isa: str, executor: str, schedule_seed: int, timeout_s: float
@@ -135,3 +137,5 @@ class Engine:
 def time_gemm(
     world: World, *, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, repeats: int
 ) -> float: ...
+def time_collective(world: World, op: str, count: int) -> float: ...
+def time_enqueue(world: World, count: int) -> float: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -40,6 +41,9 @@ def run_ranks(
         except BaseException as error:  # the first one is the cause, whatever it is
             errors.append(error)
             cores[rank].abort(f"{type(error).__name__}: {error}")
+            # Groups that the function has made hang on the frames that the error holds; their end
+            # tells the ranks that wait in them.
+            traceback.clear_frames(error.__traceback__)
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:

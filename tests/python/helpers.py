@@ -138,7 +138,10 @@ def processes_with(name, value):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                if f"{name}={value}".encode() in (entry / "environ").read_bytes().split(b"\0") and state != "Z":
+                if (
+                    f"{name}={value}".encode() in (entry / "environ").read_bytes().split(b"\0")
+                    and state != "Z"
+                ):
                     found.append(int(entry.name))
     return found
 

@@ -12,6 +12,7 @@ import numpy as np
 import polyreme as pr
 import pytest
 from helpers import TINY, alone, batches, fingerprint, local_part, make_trainer, refused, token_file
+from polyreme.environment import RankEnvironment
 from polyreme.testing import run_ranks
 
 MODEL = pr.models.GPT(**TINY)
@@ -72,11 +73,10 @@ def test_init(options, error, words):
 
 @pytest.mark.parametrize("num_threads", [0, -1, 1 << 20])
 def test_init_with_an_impossible_number_of_threads(num_threads):
-    environment = pr.environment.RankEnvironment()
     refused(
         pr.InvalidArgument,
         ["thread", str(num_threads)],
-        lambda: pr.init(environment=environment, num_threads=num_threads),
+        lambda: pr.init(environment=RankEnvironment(), num_threads=num_threads),
     )
 
 
@@ -256,7 +256,7 @@ def test_one_rank_with_a_bad_batch_ends_the_step_of_all():
 
     refused(pr.InvalidArgument, [f"token {VOCAB}"], lambda: run_ranks(2, run, timeout_s=10))
     assert isinstance(seen[0], pr.PeerLost)
-    assert f"token {VOCAB}" in str(seen[0])
+    assert "rank 1" in str(seen[0])
 
 
 # ---- data ----
@@ -291,7 +291,11 @@ def test_missing_corpus(tmp_path):
     path = tmp_path / "none.bin"
     words = ["none.bin", os.strerror(2), "polyreme data prepare"]
     refused(pr.InvalidArgument, words, lambda: pr.data.TokenDataset(path, seq_len=SEQ))
-    refused(pr.InvalidArgument, [str(tmp_path), "not a regular file"], lambda: pr.data.TokenDataset(tmp_path, seq_len=1))
+    refused(
+        pr.InvalidArgument,
+        [str(tmp_path), "not a regular file"],
+        lambda: pr.data.TokenDataset(tmp_path, seq_len=1),
+    )
 
 
 @pytest.mark.parametrize("seq_len", [0, -1])
@@ -303,13 +307,19 @@ def test_dataset_with_an_impossible_length(corpus, seq_len):
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.5, math.nan])
 def test_split_by_an_impossible_share(corpus, share):
     data = pr.data.TokenDataset(corpus, seq_len=SEQ)
-    refused(pr.InvalidArgument, [f"validation={share}", "between 0 and 1"], lambda: data.split(validation=share))
+    refused(
+        pr.InvalidArgument, [f"validation={share}", "between 0 and 1"], lambda: data.split(validation=share)
+    )
 
 
 def test_split_into_less_than_a_sample(corpus):
     data = pr.data.TokenDataset(corpus, seq_len=SEQ)
     for share in (1e-6, 1 - 1e-6):
-        refused(pr.InvalidArgument, ["too few", "shorter seq_len"], lambda share=share: data.split(validation=share))
+        refused(
+            pr.InvalidArgument,
+            ["too few", "shorter seq_len"],
+            lambda share=share: data.split(validation=share),
+        )
 
 
 def test_vocabulary_that_the_data_exceeds(trainer, corpus, tmp_path):
@@ -387,7 +397,9 @@ def test_f57_a_step_that_is_not_finite_changes_nothing(size, optimizer, bad):
 
     def snapshot(trainer):
         found = {other: trainer.parameter(other) for other in trainer.parameter_names() if other != name}
-        found |= {(n, kind): trainer.optimizer_state(n, kind) for n in trainer.parameter_names() for kind in states}
+        found |= {
+            (n, kind): trainer.optimizer_state(n, kind) for n in trainer.parameter_names() for kind in states
+        }
         return {key: value.tobytes() for key, value in found.items()}
 
     def run(world):
@@ -398,7 +410,9 @@ def test_f57_a_step_that_is_not_finite_changes_nothing(size, optimizer, bad):
         good, before = trainer.parameter(name), snapshot(trainer)
         trainer.set_parameter(name, changed(good, bad, at=(1, 2)))
         text = refused(
-            pr.NumericError, ["step 2", "not finite", "Nothing was updated", "learning rate"], lambda: trainer.step(*batch)
+            pr.NumericError,
+            ["step 2", "not finite", "Nothing was updated", "learning rate"],
+            lambda: trainer.step(*batch),
         )
         assert any(f"'{each}'" in text for each in trainer.parameter_names())
         assert snapshot(trainer) == before
@@ -444,7 +458,9 @@ def test_all_reduce(world):
 def test_ranks_that_disagree_about_a_collective():
     def run(world):
         group = pr.Mesh(world)["dp"]
-        refused(pr.CollectiveMismatch, ["0", "1", "3", "4"], lambda: group.all_reduce(np.zeros(3 + world.rank)))
+        refused(
+            pr.CollectiveMismatch, ["0", "1", "3", "4"], lambda: group.all_reduce(np.zeros(3 + world.rank))
+        )
 
     run_ranks(2, run)
 

@@ -7,6 +7,7 @@ import json
 import polyreme as pr
 import pytest
 from helpers import polyreme
+from polyreme.bench.comm import render_comm
 from polyreme.bench.gemm import bench_gemm, render_gemm
 from polyreme.bench.step import bench_step, render_step
 
@@ -19,10 +20,14 @@ PRODUCTS = [shape[:4] for shape in MODEL.gemm_shapes(2)]
 KINDS = {"gemm", "attention", "norm", "elementwise", "embedding", "loss", "optimizer"}
 
 
-def bench(kind, *options):
-    done = polyreme("bench", kind, *SIZE, "--json", *options)
+def bench(kind, *options, size=SIZE):
+    done = polyreme("bench", kind, *size, "--json", *options)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def bench_comm(*options):
+    return bench("comm", "--sizes", "4,4096", "--repeats", 1, *options, size=[])
 
 
 def test_gemm_json():
@@ -59,7 +64,9 @@ def test_step_json():
 
 
 def test_step_without_the_recorder_has_no_breakdown():
-    result = bench_step(MODEL, batch=1, micro_batch=1, threads=1, isa="auto", steps=1, against=[], record=False)
+    result = bench_step(
+        MODEL, batch=1, micro_batch=1, threads=1, isa="auto", steps=1, against=[], record=False
+    )
     assert result["runs"]["polyreme"]["breakdown_s"] == {}
     assert "polyreme" in "\n".join(render_step(result))
 
@@ -78,6 +85,28 @@ def test_step_against_torch_has_the_same_losses():
     assert set(result["sgemm_gflops"]) == {"polyreme", "torch"}
 
 
+def test_comm_json():
+    result = bench_comm()
+    assert result["ranks"] == 2
+    assert result["memcpy_gb_s"] > 0
+    ops = ("all_reduce", "reduce_scatter", "all_gather")
+    assert [(row["op"], row["bytes"]) for row in result["rows"]] == [
+        (op, size) for size in (8, 4096) for op in ops
+    ]
+    for row in result["rows"]:
+        assert row["seconds"]["polyreme"] > 0
+        assert set(row["bus_gb_s"]) == {"polyreme"}
+    assert all(op in "\n".join(render_comm(result)) for op in ops)
+
+
+@pytest.mark.torch
+def test_comm_against_gloo():
+    import reference  # noqa: F401  (skips where PyTorch is missing)
+
+    for row in bench_comm("--against", "gloo")["rows"]:
+        assert set(row["seconds"]) == set(row["bus_gb_s"]) == {"polyreme", "gloo"}
+
+
 @pytest.mark.parametrize(
     "kind, options, words",
     [
@@ -86,11 +115,14 @@ def test_step_against_torch_has_the_same_losses():
         ("step", ["--against", "jax"], ["--against jax", "torch"]),
         ("step", ["--batch", 2, "--micro-batch", 3], ["batch=2", "micro_batch=3"]),
         ("step", ["--steps", 0], ["steps=0"]),
+        ("comm", ["--ranks", 1], ["ranks=1", "2 ranks"]),
+        ("comm", ["--sizes", "1k"], ["--sizes 1k", "bytes"]),
+        ("comm", ["--against", "mpi"], ["--against mpi", "gloo"]),
     ],
 )
 def test_bad_arguments_are_told_in_one_line(kind, options, words):
-    done = polyreme("bench", kind, *SIZE, *options)
-    assert done.returncode == 1
+    done = polyreme("bench", kind, *([] if kind == "comm" else SIZE), *options)
+    assert done.returncode in (1, 2)
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert all(word in done.stderr for word in words), done.stderr

@@ -79,7 +79,11 @@ def test_every_epoch_is_a_permutation(num_samples):
 
 
 def test_epochs_and_seeds_differ():
-    epochs = [[_core.SampleOrder(50, seed, True)(50 * epoch + i) for i in range(50)] for seed in (0, 1) for epoch in range(3)]
+    epochs = [
+        [_core.SampleOrder(50, seed, True)(50 * epoch + i) for i in range(50)]
+        for seed in (0, 1)
+        for epoch in range(3)
+    ]
     assert len({tuple(epoch) for epoch in epochs}) == 6
 
 

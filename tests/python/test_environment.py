@@ -125,6 +125,7 @@ def test_polyreme_run():
         "LOCAL_WORLD_SIZE": "2",
         "POLYREME_JOB_ID": "0a1b",
         "POLYREME_SECRET": "s3cret",
+        "POLYREME_LAUNCHER": "run",
         "POLYREME_STORE_FD": "5",
         "POLYREME_NUM_THREADS": "3",
     }
@@ -137,6 +138,7 @@ def test_polyreme_run():
         secret="s3cret",
         job_id="0a1b",
         store_fd=5,
+        port_is_held=True,
         num_threads=3,
     )
 

@@ -95,7 +95,11 @@ def test_bad_arguments_are_refused_at_the_call(trainer, prompt, options, words):
 
 @pytest.mark.parametrize(
     "prompt, words",
-    [([1, MODEL.vocab], [f"token {MODEL.vocab}", "position 1"]), ([-1], ["token -1"]), ([0.5, 1], ["float64"])],
+    [
+        ([1, MODEL.vocab], [f"token {MODEL.vocab}", "position 1"]),
+        ([-1], ["token -1"]),
+        ([0.5, 1], ["float64"]),
+    ],
 )
 def test_prompts_that_are_no_tokens_are_refused(trainer, prompt, words):
     refused(pr.InvalidArgument, words, lambda: text(trainer, prompt))

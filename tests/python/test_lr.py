@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import polyreme as pr
@@ -42,7 +43,7 @@ def test_the_update_after_the_warmup_has_the_peak(name):
 @pytest.mark.parametrize("name", ["warmup_cosine", "warmup_linear", "wsd"])
 def test_the_rate_never_rises_after_the_warmup(name):
     rates = values(SCHEDULES[name], range(4, 40))
-    assert all(earlier >= later >= 0 for earlier, later in zip(rates, rates[1:], strict=False))
+    assert all(earlier >= later >= 0 for earlier, later in itertools.pairwise(rates))
 
 
 def test_constant_stays():
@@ -87,7 +88,10 @@ def test_the_text_of_a_schedule_has_its_numbers():
         (lambda: pr.lr.constant(-1.0), ["peak=-1.0", "finite"]),
         (lambda: pr.lr.constant(math.nan), ["peak=nan"]),
         (lambda: pr.lr.warmup_linear(peak=math.inf, warmup=0, total=1), ["peak=inf"]),
-        (lambda: pr.lr.warmup_cosine(peak=1.0, warmup=3, total=2), ["warmup=3", "total=2", "warmup <= total"]),
+        (
+            lambda: pr.lr.warmup_cosine(peak=1.0, warmup=3, total=2),
+            ["warmup=3", "total=2", "warmup <= total"],
+        ),
         (lambda: pr.lr.warmup_cosine(peak=1.0, warmup=-1, total=2), ["warmup=-1"]),
         (lambda: pr.lr.warmup_cosine(peak=1.0, warmup=0, total=2, final=math.nan), ["final=nan"]),
         (lambda: pr.lr.warmup_linear(peak=1.0, warmup=0, total=2, final=-0.5), ["final=-0.5"]),

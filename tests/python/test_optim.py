@@ -118,10 +118,14 @@ def test_o_op_01_three_updates_follow_the_definition(dp):
                 mean = betas[0] * mean + (1 - betas[0]) * gradient
                 square = betas[1] * square + (1 - betas[1]) * gradient**2
                 corrected = mean / (1 - betas[0] ** step), np.sqrt(square / (1 - betas[1] ** step))
-                weight = weight * (1 - lr * (decay if dims >= 2 else 0)) - lr * corrected[0] / (corrected[1] + eps)
+                weight = weight * (1 - lr * (decay if dims >= 2 else 0)) - lr * corrected[0] / (
+                    corrected[1] + eps
+                )
             np.testing.assert_allclose(trainer.parameter(name), weight, rtol=1e-5, atol=1e-6, err_msg=name)
             np.testing.assert_allclose(trainer.optimizer_state(name, "exp_avg"), mean, rtol=1e-5, atol=1e-8)
-            np.testing.assert_allclose(trainer.optimizer_state(name, "exp_avg_sq"), square, rtol=1e-5, atol=1e-12)
+            np.testing.assert_allclose(
+                trainer.optimizer_state(name, "exp_avg_sq"), square, rtol=1e-5, atol=1e-12
+            )
         return trainer.applied_steps
 
     assert run_ranks(dp, run) == [3] * dp

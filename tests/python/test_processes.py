@@ -21,9 +21,17 @@ from helpers import HANG_S, clean_environment, json_lines, polyreme, processes_w
 pytestmark = pytest.mark.mp
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "01_train_gpt.py"
-SIZES = (
-    "--steps 4 --layers 1 --hidden 32 --heads 2 --seq-len 32 --global-batch 4 --micro-batch 1 --lanes 2 --generate 20"
-).split()
+SIZES = {
+    "steps": 4,
+    "layers": 1,
+    "hidden": 32,
+    "heads": 2,
+    "seq-len": 32,
+    "global-batch": 4,
+    "micro-batch": 1,
+    "lanes": 2,
+    "generate": 20,
+}
 FIELDS = {"step", "loss", "validation_loss", "grad_norm", "lr", "tokens_per_s", "mfu", "eta_s"}
 GONE_S = 20  # all processes of a job that failed must have ended after this
 
@@ -95,8 +103,9 @@ def job(tmp_path):
 def run_example(corpus, *launcher):
     if not EXAMPLE.exists():
         pytest.skip(f"{EXAMPLE} is not here")
+    sizes = [f"--{name}={value}" for name, value in SIZES.items()]
     return subprocess.run(
-        [sys.executable, "-m", *launcher, str(EXAMPLE), "--data", str(corpus), *SIZES],
+        [sys.executable, "-m", *launcher, str(EXAMPLE), f"--data={corpus}", *sizes],
         env=clean_environment(),
         capture_output=True,
         text=True,
@@ -115,7 +124,10 @@ def example(corpus):
 
 def exact(done):
     """What must not depend on the ranks, of every step; and the text."""
-    steps = [[line[name] for name in ("step", "loss", "validation_loss", "grad_norm", "lr")] for line in json_lines(done.stdout)]
+    steps = [
+        [line[name] for name in ("step", "loss", "validation_loss", "grad_norm", "lr")]
+        for line in json_lines(done.stdout)
+    ]
     text = done.stdout.partition("--- generated from 'def ' ---\n")[2].replace("[0] ", "")
     return steps, text
 
@@ -172,10 +184,10 @@ def test_o_fl_01_one_rank_raises(job, others_are):
     job.run(script, num_ranks=4)
     assert job.code == 1
     assert job.seconds < GONE_S
-    assert job.report["first_cause"]["rank"] == 2
-    assert job.report["causes"] == [2]
-    assert "ValueError: boom" in job.err
+    # Under load the launcher may find others ended at the same moment, and names them beside it.
+    assert 2 in job.report["causes"]
     assert "rank 2 (pid" in job.err
+    assert "polyreme run:   ValueError: boom" in job.err
 
 
 def test_o_fl_04_a_killed_rank_is_a_failure(job):
@@ -204,8 +216,8 @@ def test_o_fl_04_a_rank_that_leaves_early_with_code_0_is_a_failure(job):
     )
     assert job.code == 1
     assert job.seconds < GONE_S
-    assert job.report["early_exits"] == [1]
-    assert "rank 1 (pid" in job.err
+    assert "PeerLost" in job.err
+    assert "lost rank 1 (host" in job.err
 
 
 def test_f16_survivors_of_a_killed_rank_name_it(job):
@@ -248,8 +260,8 @@ def test_f22_the_text_of_a_rank_that_raises_is_the_first_cause(job):
         """,
         *("--survivor-grace", "15", "--kill-after", "5", "--prefix", "always"),
     )
-    assert job.report["first_cause"]["rank"] == 1
-    assert "the real cause" in job.report["first_cause"]["stderr_tail"][-1]
+    assert 1 in job.report["causes"]
+    assert "polyreme run:   RuntimeError: the real cause" in job.err
     last = [line for line in job.err.splitlines() if line.startswith("[0]")][-1]
     assert "PeerLost" in last
     assert "rank 1" in last
@@ -288,45 +300,67 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def meet(ranks, *, port, size=2, limit_s=3):
-    """Starts processes as these ranks, with variables as a user would set them; returns (code, stderr) of each."""
-    script = f"import polyreme as pr; print(pr.init(init_timeout_s={limit_s}).size)"
+def meet(*ranks, port, init="init_timeout_s=2"):
+    """Starts processes with variables as a user would set them, each (rank, world size).
+
+    Returns (exit code, stderr) of each. They call pr.init with the arguments `init`.
+    """
+    script = f"import os, polyreme as pr; rank = int(os.environ['RANK']); print(pr.init({init}).size)"
     running = [
         subprocess.Popen(
             [sys.executable, "-c", script],
             env=clean_environment(
                 RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
             ),
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in ranks
+        for rank, size in ranks
     ]
     try:
-        return [(process.communicate(timeout=HANG_S)[1], process.returncode) for process in running]
+        errors = [process.communicate(timeout=HANG_S)[1] for process in running]
+        return [(process.returncode, text) for process, text in zip(running, errors, strict=True)]
     finally:
         for process in running:
             process.kill()
 
 
+def check_refused(ends, error, words):
+    """Every process ended with this error and these words in its last line."""
+    for code, text in ends:
+        last = (text.splitlines() or [""])[-1]
+        assert code == 1
+        assert last.startswith(f"polyreme.errors.{error}: "), text
+        assert not [word for word in words if word not in last], text
+
+
 def test_ranks_started_by_hand_meet():
-    assert meet([1, 0], port=free_port()) == [("", 0), ("", 0)]
+    assert meet((1, 2), (0, 2), port=free_port(), init="") == [(0, ""), (0, "")]
 
 
 def test_f02_a_rank_that_never_comes_is_named():
-    [(text, code)] = meet([0], port=free_port())
-    assert code == 1
-    assert "polyreme.errors.Timeout" in text
-    assert "1" in text.splitlines()[-1]
+    ends = meet((0, 3), (2, 3), port=free_port())
+    check_refused(ends, "Timeout", ["2/3 joined", "waiting for rank(s) 1", "2 s"])
+
+
+def test_f03_world_sizes_that_differ():
+    ends = meet((0, 2), (1, 3), port=free_port())
+    check_refused(ends, "InvalidArgument", ["WORLD_SIZE", "2", "3", "rank 1"])
 
 
 def test_o_fl_08_two_processes_with_one_rank():
-    for text, code in meet([0, 0], port=free_port()):
-        assert code == 1
-        last = text.splitlines()[-1]
-        assert "polyreme.errors" in last
-        assert "0" in last
+    ends = meet((0, 3), (1, 3), (1, 3), port=free_port())
+    check_refused(ends, "InvalidArgument", ["two processes have RANK=1", "pid"])
+
+
+def test_o_fl_08_two_processes_with_rank_0():
+    port = free_port()
+    ends = meet((0, 2), (0, 2), port=port)
+    assert [code for code, _ in ends] == [1, 1]
+    texts = "".join(text for _, text in ends)
+    assert "waiting for rank(s) 1" in texts
+    assert f"127.0.0.1:{port}: Address already in use" in texts
 
 
 def test_f06_a_port_that_a_foreign_listener_holds():
@@ -334,17 +368,24 @@ def test_f06_a_port_that_a_foreign_listener_holds():
         foreign.bind(("127.0.0.1", 0))
         foreign.listen()
         port = foreign.getsockname()[1]
-        for text, code in meet([0, 1], port=port):
-            assert code == 1
-            assert "polyreme.errors" in text.splitlines()[-1]
-            assert f"127.0.0.1:{port}" in text
+        first, second = meet((0, 2), (1, 2), port=port)
+    check_refused([first], "CommError", [f"127.0.0.1:{port}", "in use", "MASTER_PORT"])
+    check_refused([second], "CommError", [f"127.0.0.1:{port}", "not our store", "MASTER_PORT"])
+
+
+def test_f12_instruction_sets_that_differ():
+    ends = meet((0, 2), (1, 2), port=free_port(), init="isa=['avx2', 'auto'][rank]")
+    check_refused(ends, "InvalidArgument", ["isa", "avx2", "auto"])
 
 
 def test_o_fl_09_jobs_at_once_do_not_meet(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(HEAD + "print('LOSS', step(1).loss.hex(), flush=True)\n")
     command = [sys.executable, "-m", "polyreme", "run", "-n", "2", "--prefix", "never", str(script)]
-    jobs = [subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    jobs = [
+        subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     outputs = [job.communicate(timeout=HANG_S)[0].splitlines() for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0, 0]
     assert len({line for output in outputs for line in output if line.startswith("LOSS")}) == 1

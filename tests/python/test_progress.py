@@ -88,7 +88,16 @@ def test_the_line_on_a_terminal_has_every_field(no_pause):
     shown.report(stats(150))
     kept, redrawn = stream.getvalue().split("\n")
     assert kept.startswith("\rstep 149/300")
-    for field in ("150/300", "loss 5.2500", "val 6.5000", "norm 1.50", "lr 1.0e-03", "8,192 t", "MFU 62%", "ETA 1:15"):
+    for field in (
+        "150/300",
+        "loss 5.2500",
+        "val 6.5000",
+        "norm 1.50",
+        "lr 1.0e-03",
+        "8,192 t",
+        "MFU 62%",
+        "ETA 1:15",
+    ):
         assert field in redrawn, field
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import polyreme as pr
 import pytest
 from helpers import TINY, alone, batches, local_part, make_trainer, train
@@ -48,7 +50,7 @@ def test_spans_of_one_stream_do_not_overlap():
     spans = spans_of_steps(alone())
     for stream in {span["stream"] for span in spans}:
         own = [span for span in spans if span["stream"] == stream]
-        assert all(a["end_ns"] <= b["start_ns"] for a, b in zip(own, own[1:], strict=False))
+        assert all(a["end_ns"] <= b["start_ns"] for a, b in itertools.pairwise(own))
 
 
 def test_the_arithmetic_of_the_gemms_is_that_of_the_cost():

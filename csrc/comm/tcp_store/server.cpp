@@ -37,6 +37,9 @@ StoreServer::StoreServer(FileDescriptor listener, std::string secret)
 }
 
 StoreServer::~StoreServer() {
+  const Deadline last = Clock::now() + linger_;
+  while (num_admitted_.load() > 0 && Clock::now() < last)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
   stopping_.store(true);
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
@@ -78,6 +81,7 @@ void StoreServer::serve_round(std::vector<pollfd>& polled, std::vector<Connectio
     const bool stranger = connection.stage != Stage::kAdmitted;
     const bool gone = connection.doomed || (stranger && now >= connection.greeting_deadline);
     if (gone && stranger) --num_strangers_;
+    if (gone && !stranger) num_admitted_.fetch_sub(1);
     return gone;
   });
 }
@@ -150,6 +154,7 @@ void StoreServer::greet(Connection& connection) {
   connection.output.append(own.begin(), own.end());
   connection.stage = Stage::kAdmitted;
   --num_strangers_;
+  num_admitted_.fetch_add(1);
   flush(connection);
 }
 

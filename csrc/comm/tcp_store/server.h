@@ -24,6 +24,8 @@ class StoreServer {
   StoreServer(const StoreServer&) = delete;
   StoreServer& operator=(const StoreServer&) = delete;
 
+  // Lets the destructor wait until the clients have gone, but no longer than this.
+  void set_linger(std::chrono::milliseconds limit) { linger_ = limit; }
   int64_t num_refused() const { return num_refused_.load(std::memory_order_relaxed); }
   int64_t num_malformed() const { return num_malformed_.load(std::memory_order_relaxed); }
 
@@ -62,7 +64,9 @@ class StoreServer {
   std::map<std::string, std::string> values_;
   size_t stored_bytes_ = 0;
   std::atomic<int64_t> num_refused_{0}, num_malformed_{0};
+  std::atomic<int> num_admitted_{0};
   std::atomic<bool> stopping_{false};
+  std::chrono::milliseconds linger_{0};
   std::thread thread_;
 };
 

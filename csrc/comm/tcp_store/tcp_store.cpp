@@ -1,5 +1,6 @@
 #include "comm/tcp_store.h"
 
+#include <exception>
 #include <mutex>
 
 #include "base/error.h"
@@ -18,6 +19,8 @@ using Clock = std::chrono::steady_clock;
 
 // After a get has run out of time: how long the store may take to confirm that.
 constexpr auto kCancelLimit = std::chrono::seconds(1);
+// When an error ends rank 0, the others may be about to ask what went wrong.
+constexpr auto kLinger = std::chrono::seconds(1);
 
 class Client final : public TcpStore {
  public:
@@ -29,6 +32,10 @@ class Client final : public TcpStore {
     const Deadline deadline = Clock::now() + options.timeout;
     socket_ = dial(options.host, port, options.timeout);
     greet(options, deadline);
+  }
+  ~Client() override {
+    socket_ = FileDescriptor();
+    if (server_ && std::uncaught_exceptions() > exceptions_at_birth_) server_->set_linger(kLinger);
   }
 
   void set(const std::string& key, const std::string& value) override {
@@ -55,7 +62,6 @@ class Client final : public TcpStore {
 
  private:
   void greet(const TcpStoreOptions& options, Deadline deadline);
-  std::string receive_exactly(size_t bytes, Deadline deadline, const char* closed_text);
   Reply call(Operation operation, const std::string& key, const std::string& value);
   void send(const Request& request, Deadline deadline);
   std::optional<Reply> receive_reply(uint32_t id, Deadline deadline);
@@ -67,6 +73,7 @@ class Client final : public TcpStore {
   std::string where_;
   std::unique_ptr<StoreServer> server_;  // on rank 0
   FileDescriptor socket_;
+  int exceptions_at_birth_ = std::uncaught_exceptions();
   std::mutex mutex_;
   bool lost_ = false;
   uint32_t last_id_ = 0;

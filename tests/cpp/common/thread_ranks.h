@@ -25,6 +25,7 @@ void run_ranks(int size, CpuDeviceOptions device, Body&& body) {
         body(*worlds[rank]);
       } catch (...) {
         errors[rank] = std::current_exception();
+        worlds[rank].reset();  // the others learn that this rank is gone
       }
     });
   for (std::thread& thread : threads) thread.join();

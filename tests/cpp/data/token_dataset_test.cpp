@@ -43,7 +43,8 @@ class TokenFile : public ::testing::Test {
   void write(Header header, const std::vector<T>& tokens) const {
     std::ofstream file(path(), std::ios::binary | std::ios::trunc);
     file.write(reinterpret_cast<const char*>(&header), sizeof(header));
-    file.write(reinterpret_cast<const char*>(tokens.data()), static_cast<std::streamsize>(tokens.size() * sizeof(T)));
+    file.write(reinterpret_cast<const char*>(tokens.data()),
+               static_cast<std::streamsize>(tokens.size() * sizeof(T)));
   }
   // A file of tokens 0, 1, 2, ...
   template <typename T>
@@ -158,10 +159,12 @@ TEST_F(TokenFile, ATokenOutsideTheVocabularyNamesItsPosition) {
   std::vector<int32_t> tokens(10), targets(10);
   EXPECT_NO_THROW(part.read_sample(1, 10, 41, tokens.data(), targets.data()));
   // Sample 1 is 30..39 with the target 40 at the end.
-  expect_parts(error_text<InvalidArgument>([&] { part.read_sample(1, 10, 40, tokens.data(), targets.data()); }),
-               {path(), "token 40 at position 40", "vocabulary of 40", "vocab >= 1000"});
-  expect_parts(error_text<InvalidArgument>([&] { part.read_sample(1, 10, 35, tokens.data(), targets.data()); }),
-               {"token 35 at position 35"});
+  expect_parts(
+      error_text<InvalidArgument>([&] { part.read_sample(1, 10, 40, tokens.data(), targets.data()); }),
+      {path(), "token 40 at position 40", "vocabulary of 40", "vocab >= 1000"});
+  expect_parts(
+      error_text<InvalidArgument>([&] { part.read_sample(1, 10, 35, tokens.data(), targets.data()); }),
+      {"token 35 at position 35"});
   write<uint32_t>({.token_bytes = 4, .num_tokens = 2}, {7, 0x80000000u});
   expect_parts(error_text<InvalidArgument>(
                    [&] { TokenDataset(path()).read_sample(0, 1, 1000, tokens.data(), targets.data()); }),
@@ -175,7 +178,8 @@ TEST_F(TokenFile, SamplesThatAreNotThere) {
     expect_parts(error_text<InvalidArgument>([&] { data.read_sample(index, 5, 1000, tokens, targets); }),
                  {concat("sample ", index), "4 samples of 5 tokens"});
   for (const int64_t seq_len : {0, -3})
-    expect_parts(error_text<InvalidArgument>([&] { data.num_samples(seq_len); }), {concat("seq_len=", seq_len)});
+    expect_parts(error_text<InvalidArgument>([&] { data.num_samples(seq_len); }),
+                 {concat("seq_len=", seq_len)});
 }
 
 // ---- the order of samples ----
@@ -199,7 +203,8 @@ TEST(SampleOrder, EveryEpochIsAPermutation) {
   for (const int64_t more : {1000, 1024, 1025, 65535, 65536, 65537}) sizes.push_back(more);
   for (const int64_t size : sizes) {
     const SampleOrder order(size, 7, true);
-    for (const int64_t epoch : {0, 1, 5}) ASSERT_TRUE(is_permutation(epoch_of(order, epoch))) << size << " " << epoch;
+    for (const int64_t epoch : {0, 1, 5})
+      ASSERT_TRUE(is_permutation(epoch_of(order, epoch))) << size << " " << epoch;
   }
 }
 

@@ -20,7 +20,8 @@ Lanes draw_lanes(int64_t lanes, uint32_t seed) {
   Lanes result;
   for (int64_t lane = 0; lane < lanes; ++lane) {
     result.push_back(random_floats(kSize, seed * 100 + static_cast<uint32_t>(lane)));
-    for (size_t i = 0; i < kSize; ++i) result.back()[i] *= std::exp2(static_cast<float>((i * 7 + lane * 5) % 9));
+    for (size_t i = 0; i < kSize; ++i)
+      result.back()[i] *= std::exp2(static_cast<float>((i * 7 + lane * 5) % 9));
   }
   return result;
 }
@@ -36,7 +37,8 @@ std::vector<float> tree_sum(const Lanes& lanes, size_t begin, size_t end) {
 }
 
 // Sums one rank's lanes [first, first + count), each in two additions, and waits.
-std::vector<float> sum_lanes(LaneSum& lane_sum, Stream& stream, const Lanes& lanes, int64_t first, int64_t count) {
+std::vector<float> sum_lanes(LaneSum& lane_sum, Stream& stream, const Lanes& lanes, int64_t first,
+                             int64_t count) {
   Device& device = stream.device();
   const auto size = static_cast<int64_t>(kSize);
   for (int64_t lane = first; lane < first + count; ++lane) {

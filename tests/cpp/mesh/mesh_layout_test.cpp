@@ -4,8 +4,8 @@
 #include <limits>
 #include <set>
 
-#include "common/error_text.h"
 #include "base/error.h"
+#include "common/error_text.h"
 
 namespace polyreme::testing {
 namespace {

@@ -12,14 +12,22 @@ namespace {
 constexpr double kBound = 3e-6;
 
 GptConfig tiny_config() {
-  return {.layers = 2, .hidden = 8, .heads = 2, .vocab = 11, .seq_len = 6, .dropout = 0.2f, .layer_norm_eps = 1e-3f};
+  return {.layers = 2,
+          .hidden = 8,
+          .heads = 2,
+          .vocab = 11,
+          .seq_len = 6,
+          .dropout = 0.2f,
+          .layer_norm_eps = 1e-3f};
 }
 
 Values gpt_reference(const GptConfig& config, const LayerCase& c, const std::vector<Values>& params) {
   const auto hidden = static_cast<size_t>(config.hidden), heads = static_cast<size_t>(config.heads);
   const size_t mlp_hidden = config.mlp_hidden > 0 ? static_cast<size_t>(config.mlp_hidden) : 4 * hidden;
   const auto seq = static_cast<size_t>(c.batch.seq);
-  const auto param = [&](const std::string& name) { return params[static_cast<size_t>(c.registry.index(name))]; };
+  const auto param = [&](const std::string& name) {
+    return params[static_cast<size_t>(c.registry.index(name))];
+  };
   const auto norm = [&](const Values& x, const std::string& name) {
     return reference::layer_norm(x, param(name + ".weight"), param(name + ".bias"),
                                  static_cast<double>(config.layer_norm_eps));
@@ -31,8 +39,8 @@ Values gpt_reference(const GptConfig& config, const LayerCase& c, const std::vec
     return reference::dropout(x, static_cast<double>(config.dropout), dropout_key(c, stream),
                               static_cast<uint64_t>(c.batch.first_sample) * seq * hidden);
   };
-  Values x = dropout(
-      reference::embedding(c.batch.tokens, param("wte.weight"), param("wpe.weight"), seq, hidden), 0);
+  Values x =
+      dropout(reference::embedding(c.batch.tokens, param("wte.weight"), param("wpe.weight"), seq, hidden), 0);
   for (uint32_t i = 0; i < static_cast<uint32_t>(config.layers); ++i) {
     const std::string block = concat("h.", i, ".");
     Values y = linear(norm(x, block + "ln_1"), block + "attn.qkv", hidden, 3 * hidden);
@@ -41,9 +49,9 @@ Values gpt_reference(const GptConfig& config, const LayerCase& c, const std::vec
     y = reference::gelu(linear(norm(x, block + "ln_2"), block + "mlp.fc", hidden, mlp_hidden));
     x = reference::add(x, dropout(linear(y, block + "mlp.proj", mlp_hidden, hidden), 2 + 2 * i));
   }
-  const Values logits = reference::linear(
-      norm(x, "ln_f"), param(config.tied ? "wte.weight" : "lm_head.weight"), {}, hidden,
-      static_cast<size_t>(config.vocab));
+  const Values logits =
+      reference::linear(norm(x, "ln_f"), param(config.tied ? "wte.weight" : "lm_head.weight"), {}, hidden,
+                        static_cast<size_t>(config.vocab));
   return reference::cross_entropy(logits, c.batch.targets);
 }
 
@@ -57,7 +65,8 @@ LayerCase gpt_case(const GptConfig& config, int64_t seq) {
   for (size_t i = 0; i < draws.size(); ++i) {
     const auto vocab = static_cast<int32_t>(config.vocab);
     c.batch.tokens.push_back(std::abs(static_cast<int32_t>(draws[i])) % vocab);
-    c.batch.targets.push_back(i % 6 == 4 ? kIgnoreIndex : std::abs(static_cast<int32_t>(draws[i] * 3)) % vocab);
+    c.batch.targets.push_back(i % 6 == 4 ? kIgnoreIndex
+                                         : std::abs(static_cast<int32_t>(draws[i] * 3)) % vocab);
   }
   for (const ParamSpec& spec : c.registry.specs()) {
     c.params.push_back(random_floats(static_cast<size_t>(spec.shape.numel()),
@@ -161,7 +170,9 @@ TEST(GptModel, Parameters) {
       return r.axis == "dp" && r.reduction == GradReduction::kLaneSum;
     })) << specs[i].name;
   }
-  const auto std_of = [&](const char* name) { return specs[static_cast<size_t>(model.registry.index(name))].init.std; };
+  const auto std_of = [&](const char* name) {
+    return specs[static_cast<size_t>(model.registry.index(name))].init.std;
+  };
   EXPECT_EQ(std_of("h.0.mlp.fc.weight"), 0.02);
   EXPECT_DOUBLE_EQ(std_of("h.0.mlp.proj.weight"), 0.02 / std::sqrt(2.0));
   EXPECT_DOUBLE_EQ(std_of("h.0.attn.proj.weight"), 0.02 / std::sqrt(2.0));
@@ -186,7 +197,8 @@ TEST(GptModel, ATiedHeadIsASecondUseOfTheEmbedding) {
   EXPECT_EQ(model.registry.num_uses(wte), 2);
   EXPECT_EQ(model.registry.specs()[static_cast<size_t>(wte)].tie_group, "wte.weight");
   EXPECT_THROW_WITH(model.registry.index("lm_head.weight"), InvalidArgument, "'lm_head.weight'");
-  for (size_t i = 1; i < model.registry.specs().size(); ++i) EXPECT_EQ(model.registry.num_uses(static_cast<int>(i)), 1);
+  for (size_t i = 1; i < model.registry.specs().size(); ++i)
+    EXPECT_EQ(model.registry.num_uses(static_cast<int>(i)), 1);
 }
 
 TEST(GptModel, ErrorsNameFieldValueAndRule) {
@@ -204,7 +216,8 @@ TEST(GptModel, ErrorsNameFieldValueAndRule) {
   expect_parts(text([](auto& c) { c.heads = 3; }), {"hidden=8", "heads=3", "divide"});
   expect_parts(text([](auto& c) { c.vocab = 0; }), {"vocab=0", "expected 1 to"});
   // Token ids are int32: 2^31 tokens would make the largest one negative.
-  expect_parts(text([](auto& c) { c.vocab = int64_t{1} << 31; }), {"vocab=2147483648", "expected 1 to 2147483647"});
+  expect_parts(text([](auto& c) { c.vocab = int64_t{1} << 31; }),
+               {"vocab=2147483648", "expected 1 to 2147483647"});
   expect_parts(text([](auto& c) { c.seq_len = 0; }), {"seq_len=0", "expected 1 to"});
   expect_parts(text([](auto& c) { c.mlp_hidden = -1; }), {"mlp_hidden=-1", "expected 0"});
   expect_parts(text([](auto& c) { c.mlp_hidden = kHuge; }), {"mlp_hidden=1099511627776", "expected 0"});

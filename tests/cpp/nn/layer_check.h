@@ -54,7 +54,8 @@ class TestParams final : public ParamStorage {
       weights_.push_back(rig.upload(shape, c.params[i]));
       for (int use = 0; use < c.registry.num_uses(static_cast<int>(i)); ++use) {
         std::vector<float> start(c.params[i].size(), 0.0f);
-        if (grad_seed != 0) start = random_floats(start.size(), grad_seed + static_cast<uint32_t>(grads_.size()));
+        if (grad_seed != 0)
+          start = random_floats(start.size(), grad_seed + static_cast<uint32_t>(grads_.size()));
         grads_[{static_cast<int>(i), use}] = rig.upload(shape, start);
       }
     }
@@ -86,8 +87,10 @@ struct Uploaded {
 
   Uploaded(Rig& rig, const LayerCase& c) {
     const Shape shape{c.batch.samples, c.batch.seq};
-    if (!c.batch.tokens.empty()) tokens = rig.upload(shape, c.batch.tokens);
-    else tokens = rig.upload(shape, std::vector<int32_t>(static_cast<size_t>(c.batch.rows()), 0));
+    if (!c.batch.tokens.empty())
+      tokens = rig.upload(shape, c.batch.tokens);
+    else
+      tokens = rig.upload(shape, std::vector<int32_t>(static_cast<size_t>(c.batch.rows()), 0));
     if (!c.batch.targets.empty()) targets = rig.upload(shape, c.batch.targets);
     if (!c.x.empty()) x = rig.upload({c.batch.rows(), c.in_features}, c.x);
     if (!c.dy.empty())
@@ -105,7 +108,8 @@ inline Context make_context(Rig& rig, const LayerCase& c, const TestParams& para
 }
 
 // Forward and backward over micro-batches that end at the samples `ends`.
-inline Outcome run_layer(Rig& rig, const LayerCase& c, const std::vector<int64_t>& ends, uint32_t grad_seed = 0) {
+inline Outcome run_layer(Rig& rig, const LayerCase& c, const std::vector<int64_t>& ends,
+                         uint32_t grad_seed = 0) {
   const Uploaded on_device(rig, c);
   const TestParams params(rig, c, grad_seed);
   Outcome outcome;

@@ -68,7 +68,9 @@ LayerCase attention_case() {
   LayerCase c = new_case();
   c.layer = std::make_unique<CausalAttention>(10, 2);
   draw_inputs(c, 30, 10);
-  c.reference = [](const LayerCase&, const Values& x, const std::vector<Values>&) { return reference::attention(x, 5, 2, 5); };
+  c.reference = [](const LayerCase&, const Values& x, const std::vector<Values>&) {
+    return reference::attention(x, 5, 2, 5);
+  };
   return c;
 }
 
@@ -76,7 +78,9 @@ LayerCase gelu_case() {
   LayerCase c = new_case();
   c.layer = std::make_unique<Gelu>(7);
   draw_inputs(c, 7, 7);
-  c.reference = [](const LayerCase&, const Values& x, const std::vector<Values>&) { return reference::gelu(x); };
+  c.reference = [](const LayerCase&, const Values& x, const std::vector<Values>&) {
+    return reference::gelu(x);
+  };
   return c;
 }
 
@@ -155,9 +159,10 @@ TEST(Layers, RecomputeChangesNoBit) {
 }
 
 TEST(Layers, InferenceKeepsNothingAndDropsNothing) {
-  const std::function<LayerCase()> cases[] = {
-      embedding_case, [] { return linear_case(true); }, layer_norm_case, attention_case, gelu_case,
-      dropout_case,   cross_entropy_case,               [] { return mlp_case(false); }};
+  const std::function<LayerCase()> cases[] = {embedding_case,     [] { return linear_case(true); },
+                                              layer_norm_case,    attention_case,
+                                              gelu_case,          dropout_case,
+                                              cross_entropy_case, [] { return mlp_case(false); }};
   for (const auto& make_case : cases) {
     Rig rig;
     LayerCase c = make_case();
@@ -201,8 +206,7 @@ TEST(Layers, DropoutMasksDiffer) {
   const std::vector<float> first = mask([](LayerCase&) {});
   expect_same_bits(mask([](LayerCase&) {}), first);
   const std::function<void(LayerCase&)> changes[] = {
-      [](LayerCase& c) { c.seed += 1; },
-      [](LayerCase& c) { c.step += 1; },
+      [](LayerCase& c) { c.seed += 1; }, [](LayerCase& c) { c.step += 1; },
       [](LayerCase& c) { c.batch.first_sample += 1; },
       [](LayerCase& c) { c.layer = std::make_unique<Dropout>(7, 0.5f, 6); }};
   for (const auto& change : changes) {
@@ -262,7 +266,9 @@ TEST(Layers, LinearSpecsSayHowTheyMayBeCut) {
   const Linear column(registry, "qkv", 4, 12, qkv);
   const Linear row(registry, "proj", 8, 4, {.cut = LinearCut::kRow});
   const Linear whole(registry, "whole", 3, 5, {});
-  const auto spec = [&](const char* name) { return registry.specs()[static_cast<size_t>(registry.index(name))]; };
+  const auto spec = [&](const char* name) {
+    return registry.specs()[static_cast<size_t>(registry.index(name))];
+  };
   EXPECT_EQ(spec("qkv.weight").shape, (Shape{12, 4}));
   EXPECT_EQ(spec("qkv.weight").padded_shape, (Shape{12, 4}));
   EXPECT_EQ(local_shape(spec("qkv.weight"), "tp", 2), (Shape{6, 4}));

@@ -36,7 +36,7 @@ struct Flat {
     rig.synchronize();
   }
   std::vector<float> get(const Tensor& flat, size_t param) { return rig.download(layout.view(flat, param)); }
-  void step(float lr, int64_t number, float scale = 1.0f) {
+  void step(double lr, int64_t number, float scale = 1.0f) {
     optimizer->step(rig.stream(), weights, grads, rig.upload({scale}), lr, number);
   }
   Tensor state(const std::string& name) const {
@@ -62,8 +62,12 @@ TEST(Optimizer, OCl07PaddingNeverReachesNormOrMoments) {
   constexpr double kLr = 0.25, kDecay = 0.125, kEps = 1.0 / 1024, kBeta1 = 0.875, kBeta2 = 0.96875;
   for (const char* rule : {"adamw", "sgd"}) {
     const bool adamw = std::string(rule) == "adamw";
-    Flat flat(shapes, OptimizerOptions{.rule = rule, .beta1 = kBeta1, .beta2 = kBeta2, .eps = kEps, .momentum = 0.875f,
-                       .weight_decay = std::vector<float>(3, kDecay)});
+    Flat flat(shapes, OptimizerOptions{.rule = rule,
+                                       .beta1 = kBeta1,
+                                       .beta2 = kBeta2,
+                                       .eps = kEps,
+                                       .momentum = 0.875,
+                                       .weight_decay = std::vector<double>(3, kDecay)});
     std::vector<std::vector<double>> p, m(3), v(3);
     for (size_t i = 0; i < 3; ++i) {
       const auto start = random_floats(static_cast<size_t>(shapes[i].numel()), static_cast<uint32_t>(i));
@@ -75,7 +79,8 @@ TEST(Optimizer, OCl07PaddingNeverReachesNormOrMoments) {
     for (int64_t step = 1; step <= 10; ++step) {
       double squares = 0;
       for (size_t i = 0; i < 3; ++i) {
-        const auto grad = random_floats(p[i].size(), static_cast<uint32_t>(10 * static_cast<size_t>(step) + i));
+        const auto grad =
+            random_floats(p[i].size(), static_cast<uint32_t>(10 * static_cast<size_t>(step) + i));
         flat.set(flat.grads, i, grad);
         for (size_t e = 0; e < grad.size(); ++e) {
           const double g = grad[e];
@@ -103,7 +108,8 @@ TEST(Optimizer, OCl07PaddingNeverReachesNormOrMoments) {
       flat.step(kLr, step);
       for (size_t i = 0; i < 3; ++i) {
         const auto got = flat.get(flat.weights, i);
-        for (size_t e = 0; e < got.size(); ++e) ASSERT_NEAR(static_cast<double>(got[e]), p[i][e], 2e-6 * (1 + std::abs(p[i][e])));
+        for (size_t e = 0; e < got.size(); ++e)
+          ASSERT_NEAR(static_cast<double>(got[e]), p[i][e], 2e-6 * (1 + std::abs(p[i][e])));
       }
     }
     flat.expect_zero_gaps(flat.weights, "weights");
@@ -113,10 +119,10 @@ TEST(Optimizer, OCl07PaddingNeverReachesNormOrMoments) {
 }
 
 TEST(Optimizer, OOp01StepCounterAndBiasCorrection) {
-  Flat flat(std::vector<Shape>(5, {1}), OptimizerOptions{.weight_decay = std::vector<float>(5, 0.0f)});
+  Flat flat(std::vector<Shape>(5, {1}), OptimizerOptions{.weight_decay = std::vector<double>(5, 0.0)});
   for (size_t i = 0; i < 5; ++i) flat.set(flat.grads, i, {1.0f});
   for (int64_t step = 1; step <= 3; ++step) {
-    flat.step(0.1f, step);
+    flat.step(0.1, step);
     for (size_t i = 0; i < 5; ++i)
       EXPECT_NEAR(static_cast<double>(flat.get(flat.weights, i)[0]), -0.1 * static_cast<double>(step), 1e-6);
   }
@@ -124,22 +130,23 @@ TEST(Optimizer, OOp01StepCounterAndBiasCorrection) {
 
 TEST(Optimizer, OOp02ASkippedStepChangesNothing) {
   for (const char* rule : {"adamw", "sgd"}) {
-    Flat flat({{1}}, {.rule = rule, .momentum = 0.5f, .weight_decay = {0.0f}});
+    Flat flat({{1}}, {.rule = rule, .momentum = 0.5, .weight_decay = {0.0}});
     flat.set(flat.grads, 0, {1.0f});
-    flat.step(0.1f, 1);
+    flat.step(0.1, 1);
     const auto after_first = flat.get(flat.weights, 0);
     std::vector<float> state;
     for (const auto& entry : flat.optimizer->state()) append(state, flat.rig.download(entry.second));
     flat.set(flat.grads, 0, {kInf});
-    flat.step(0.1f, 2, kNan);
+    flat.step(0.1, 2, kNan);
     expect_same_bits(flat.get(flat.weights, 0), after_first);
     std::vector<float> state_now;
     for (const auto& entry : flat.optimizer->state()) append(state_now, flat.rig.download(entry.second));
     expect_same_bits(state_now, state);
     flat.set(flat.grads, 0, {1.0f});
-    flat.step(0.1f, 2);
+    flat.step(0.1, 2);
     // AdamW: -0.1 twice. SGD: -0.1, then momentum makes the step 1.5 times as long.
-    EXPECT_NEAR(static_cast<double>(flat.get(flat.weights, 0)[0]), std::string(rule) == "adamw" ? -0.2 : -0.25, 1e-6);
+    EXPECT_NEAR(static_cast<double>(flat.get(flat.weights, 0)[0]),
+                std::string(rule) == "adamw" ? -0.2 : -0.25, 1e-6);
   }
 }
 
@@ -148,13 +155,13 @@ TEST(Optimizer, OOp04DecayGroupsUnderFlatBuffers) {
     // Weight, bias, norm, in every order of the three.
     for (size_t weight = 0; weight < 3; ++weight) {
       std::vector<Shape> shapes(3, {3});
-      std::vector<float> decay(3, 0.0f);
+      std::vector<double> decay(3, 0.0);
       shapes[weight] = {3, 3};
-      decay[weight] = 0.1f;
+      decay[weight] = 0.1;
       Flat flat(shapes, OptimizerOptions{.rule = rule, .weight_decay = decay});
       for (size_t i = 0; i < 3; ++i)
         flat.set(flat.weights, i, std::vector<float>(static_cast<size_t>(shapes[i].numel()), 1.0f));
-      flat.step(0.1f, 1);
+      flat.step(0.1, 1);
       for (size_t i = 0; i < 3; ++i)
         for (const float value : flat.get(flat.weights, i)) {
           if (i == weight)
@@ -169,7 +176,7 @@ TEST(Optimizer, OOp04DecayGroupsUnderFlatBuffers) {
 // Neighbours with one decay are one launch, and grouping changes no bit.
 TEST(Optimizer, RunsOfOneDecayAreOneLaunch) {
   const std::vector<Shape> shapes = {{4, 5}, {7}, {3}, {33}, {2, 2}};
-  const std::vector<float> decay = {0.1f, 0.1f, 0.0f, 0.0f, 0.1f};
+  const std::vector<double> decay = {0.1, 0.1, 0.0, 0.0, 0.1};
   Flat flat(shapes, OptimizerOptions{.weight_decay = decay});
   const auto value = [](size_t i, uint32_t what, const Shape& shape) {
     return random_floats(static_cast<size_t>(shape.numel()), 10 * what + static_cast<uint32_t>(i));
@@ -180,17 +187,18 @@ TEST(Optimizer, RunsOfOneDecayAreOneLaunch) {
   }
   const Tensor scale = flat.rig.upload({0.5f});
   flat.rig.device().recorder().enable(true);
-  flat.optimizer->step(flat.rig.stream(), flat.weights, flat.grads, scale, 0.01f, 1);
+  flat.optimizer->step(flat.rig.stream(), flat.weights, flat.grads, scale, 0.01, 1);
   flat.rig.synchronize();
   flat.rig.device().recorder().enable(false);
   int launches = 0;
-  for (const Span& span : flat.rig.device().recorder().spans()) launches += std::strcmp(span.name, "adamw") == 0;
+  for (const Span& span : flat.rig.device().recorder().spans())
+    launches += std::strcmp(span.name, "adamw") == 0;
   EXPECT_EQ(launches, 3);
   for (size_t i = 0; i < shapes.size(); ++i) {
     Flat alone({shapes[i]}, {.weight_decay = {decay[i]}});
     alone.set(alone.weights, 0, value(i, 1, shapes[i]));
     alone.set(alone.grads, 0, value(i, 2, shapes[i]));
-    alone.step(0.01f, 1, 0.5f);
+    alone.step(0.01, 1, 0.5f);
     expect_same_bits(flat.get(flat.weights, i), alone.get(alone.weights, 0));
     expect_same_bits(flat.get(flat.state("exp_avg"), i), alone.get(alone.state("exp_avg"), 0));
     expect_same_bits(flat.get(flat.state("exp_avg_sq"), i), alone.get(alone.state("exp_avg_sq"), 0));
@@ -207,27 +215,30 @@ TEST(Optimizer, StateHasNamesAndStartsAtZero) {
     }
     return result;
   };
-  const std::vector<float> decay(2, 0.0f);
-  EXPECT_EQ(names(OptimizerOptions{.weight_decay = decay}), (std::vector<std::string>{"exp_avg", "exp_avg_sq"}));
-  EXPECT_EQ(names(OptimizerOptions{.rule = "sgd", .momentum = 0.9f, .weight_decay = decay}), (std::vector<std::string>{"momentum"}));
+  const std::vector<double> decay(2, 0.0);
+  EXPECT_EQ(names(OptimizerOptions{.weight_decay = decay}),
+            (std::vector<std::string>{"exp_avg", "exp_avg_sq"}));
+  EXPECT_EQ(names(OptimizerOptions{.rule = "sgd", .momentum = 0.9, .weight_decay = decay}),
+            (std::vector<std::string>{"momentum"}));
   EXPECT_EQ(names(OptimizerOptions{.rule = "sgd", .weight_decay = decay}), (std::vector<std::string>{}));
 }
 
 TEST(Optimizer, RefusesConstantsOutOfRange) {
   const auto text = [](OptimizerOptions options) {
-    if (options.weight_decay.empty()) options.weight_decay = {0.0f};
+    if (options.weight_decay.empty()) options.weight_decay = {0.0};
     return error_text<InvalidArgument>([&] { Flat({{3}}, options); });
   };
   expect_parts(text({.rule = "lion"}), {"'lion'", "adamw or sgd"});
-  expect_parts(text({.weight_decay = {0.0f, 0.0f}}), {"2 entries for 1"});
-  expect_parts(text({.weight_decay = {-0.5f}}), {"parameter 0 is -0.5"});
+  expect_parts(text({.weight_decay = {0.0, 0.0}}), {"2 entries for 1"});
+  expect_parts(text({.weight_decay = {-0.5}}), {"parameter 0 is -0.5"});
   expect_parts(text({.weight_decay = {kNan}}), {"parameter 0 is nan"});
   expect_parts(text({.weight_decay = {kInf}}), {"parameter 0 is inf", "finite"});
-  expect_parts(text({.beta1 = 1.0f}), {"betas (1,", "0 <= beta < 1"});
-  expect_parts(text({.beta2 = -0.5f}), {", -0.5)"});
-  expect_parts(text({.eps = 0.0f}), {"eps=0"});
+  expect_parts(text({.beta1 = 1.0}), {"betas (1,", "0 <= beta < 1"});
+  expect_parts(text({.beta2 = -0.5}), {", -0.5)"});
+  expect_parts(text({.eps = 0.0}), {"eps=0"});
+  expect_parts(text({.eps = 1e-50}), {"eps=1e-50", "fp32"});
   expect_parts(text({.eps = kInf}), {"eps=inf"});
-  expect_parts(text({.rule = "sgd", .momentum = 1.0f}), {"momentum=1"});
+  expect_parts(text({.rule = "sgd", .momentum = 1.0}), {"momentum=1"});
   expect_parts(text({.rule = "sgd", .momentum = kNan}), {"momentum=nan"});
 }
 

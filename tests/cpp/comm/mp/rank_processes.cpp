@@ -81,6 +81,9 @@ void RankProcesses::run_child(int rank, const RankMain& rank_main, int listener)
       close(listener);
     }
     const auto store = rank == 0 ? TcpStore::serve(options) : TcpStore::connect(options);
+    // All are there before anything can fail: who comes to a dead store only learns that nobody listens.
+    if (store->add("here", 1) == static_cast<int64_t>(ranks_.size())) store->set("all here", "");
+    store->get("all here", std::chrono::seconds(30));
     rank_main(*this, *store, rank);
     outcome = "ok";
   } catch (...) {

@@ -1,0 +1,655 @@
+// Whole training steps: equal bits for every split of the work, right sums where tokens are ignored,
+// and nothing changed where a step fails.
+#include "engine/engine.h"
+
+#include <filesystem>
+#include <fstream>
+
+#include "engine/engine_rig.h"
+
+namespace polyreme::testing {
+namespace {
+
+constexpr int64_t kSeq = 6, kVocab = 13, kBatch = 8;
+constexpr double kLr = 0.05;
+
+GptConfig tiny_config() {
+  return {.layers = 2,
+          .hidden = 8,
+          .heads = 2,
+          .vocab = kVocab,
+          .seq_len = kSeq,
+          .dropout = 0.1f,
+          .init_std = 0.3};
+}
+
+EngineOptions tiny_options(int64_t lanes, int64_t micro_batch) {
+  EngineOptions options{
+      .global_batch = kBatch, .micro_batch = micro_batch, .lanes_dp = lanes, .seed = 5, .clip_norm = 0.5};
+  return options;
+}
+
+// Random tokens; every fifth target is ignored.
+HostBatch tiny_batch(uint32_t seed) {
+  HostBatch batch{.num_samples = kBatch, .seq_len = kSeq};
+  std::mt19937 generator(seed);
+  for (int64_t i = 0; i < kBatch * kSeq; ++i) {
+    batch.tokens.push_back(static_cast<int32_t>(generator() % kVocab));
+    batch.targets.push_back(i % 5 == 3 ? kIgnoreIndex : static_cast<int32_t>(generator() % kVocab));
+  }
+  return batch;
+}
+
+// What a run leaves: everything that must have the same bits on every layout.
+struct Trace {
+  std::vector<double> losses, norms;
+  std::vector<float> weights, grads, moments;
+};
+
+void expect_same(const Trace& got, const Trace& expected, const std::string& where) {
+  EXPECT_EQ(got.losses, expected.losses) << where;
+  EXPECT_EQ(got.norms, expected.norms) << where;
+  expect_same_bits(got.weights, expected.weights, where + ": weights");
+  expect_same_bits(got.grads, expected.grads, where + ": gradients");
+  expect_same_bits(got.moments, expected.moments, where + ": moments");
+}
+
+// Three steps of the tiny GPT. Rank 0's trace; the others must have the same.
+Trace train_tiny(int ranks, const EngineOptions& options, const CpuDeviceOptions& device = {},
+                 const GptConfig& config = tiny_config()) {
+  std::vector<Trace> traces(static_cast<size_t>(ranks));
+  run_ranks(ranks, device, [&](World& world) {
+    EngineRig rig(world, build_gpt(config), options);
+    Trace& trace = traces[static_cast<size_t>(world.rank())];
+    for (uint32_t step = 0; step < 3; ++step) {
+      const StepStats stats = rig.step(tiny_batch(step), kLr);
+      EXPECT_EQ(stats.tokens, kBatch * kSeq);
+      EXPECT_EQ(stats.valid_tokens, 39);
+      trace.losses.push_back(stats.loss);
+      trace.norms.push_back(stats.grad_norm);
+    }
+    EXPECT_EQ(rig.engine.applied_steps(), 3);
+    trace.weights = rig.read("weight");
+    trace.grads = rig.read("grad");
+    trace.moments = rig.read("exp_avg");
+    append(trace.moments, rig.read("exp_avg_sq"));
+  });
+  for (const Trace& trace : traces) expect_same(trace, traces[0], "another rank");
+  return traces[0];
+}
+
+TEST(Engine, NoLayoutChangesABit) {
+  const Trace one = train_tiny(1, tiny_options(4, 2));
+  EXPECT_GT(one.norms[0], 0.5);  // so that clipping is at work
+  EXPECT_NE(one.losses[0], one.losses[2]);
+  for (const int64_t micro_batch : {1, 3, 64})
+    expect_same(train_tiny(1, tiny_options(4, micro_batch)), one, "cut");
+  for (const int ranks : {2, 4}) {
+    expect_same(train_tiny(ranks, tiny_options(4, 1)), one, concat(ranks, " ranks"));
+    expect_same(train_tiny(ranks, tiny_options(4, 2)), one, concat(ranks, " ranks"));
+  }
+  expect_same(train_tiny(2, tiny_options(4, 2), {.num_threads = 2}), one, "two threads each");
+  expect_same(train_tiny(1, tiny_options(4, 2), {.isa = "avx2"}), one, "avx2");
+  GptConfig recompute = tiny_config();
+  recompute.recompute = true;
+  expect_same(train_tiny(1, tiny_options(4, 2), {}, recompute), one, "recompute");
+  // Lanes are what may: else this test would see nothing.
+  EXPECT_NE(train_tiny(1, tiny_options(1, 2)).grads, one.grads);
+}
+
+TEST(Engine, ThreeRanksWithALaneEach) {
+  EngineOptions options = tiny_options(0, 1);
+  options.global_batch = 6;
+  std::vector<std::vector<float>> weights(3);
+  run_ranks(3, {}, [&](World& world) {
+    EngineRig rig(world, build_gpt(tiny_config()), options);
+    EXPECT_EQ(rig.engine.options().lanes_dp, 3);
+    rig.step(part_of(tiny_batch(1), 0, 6), kLr);
+    weights[static_cast<size_t>(world.rank())] = rig.read("weight");
+  });
+  expect_same_bits(weights[1], weights[0]);
+  expect_same_bits(weights[2], weights[0]);
+}
+
+TEST(Engine, EveryScheduleOfTheDeferredDeviceHasTheBitsOfTheImmediateOne) {
+  for (const bool tied : {true, false}) {
+    GptConfig config = tiny_config();
+    config.tied = tied;
+    const Trace immediate = train_tiny(1, tiny_options(4, 1), {}, config);
+    for (uint64_t seed = 0; seed < 20; ++seed)
+      expect_same(train_tiny(1, tiny_options(4, 1),
+                             {.executor = CpuExecutor::kDeferred, .schedule_seed = seed}, config),
+                  immediate, concat("schedule ", seed));
+  }
+  const Trace immediate = train_tiny(1, tiny_options(4, 2));
+  for (uint64_t seed = 0; seed < 5; ++seed)
+    expect_same(
+        train_tiny(2, tiny_options(4, 2), {.executor = CpuExecutor::kDeferred, .schedule_seed = seed}),
+        immediate, concat("two ranks, schedule ", seed));
+}
+
+TEST(Engine, TheLossIsTheMeanOverValidTokens) {
+  const HostBatch batch = tiny_batch(1);
+  GptConfig config = tiny_config();
+  config.dropout = 0;
+  run_ranks(1, {}, [&](World& world) {
+    double sum = 0;
+    int64_t count = 0;
+    for (int64_t sample = 0; sample < kBatch; ++sample) {
+      EngineOptions options = tiny_options(1, 1);
+      options.global_batch = 1;
+      EngineRig alone(world, build_gpt(config), options);
+      const StepStats stats = alone.engine.train_step(part_of(batch, sample, sample + 1), 0);
+      sum += stats.loss * static_cast<double>(stats.valid_tokens);
+      count += stats.valid_tokens;
+    }
+    for (const int64_t micro_batch : {1, 3, 8}) {
+      EngineRig rig(world, build_gpt(config), tiny_options(1, micro_batch));
+      const StepStats stats = rig.engine.train_step(batch, 0);
+      EXPECT_EQ(stats.valid_tokens, count);
+      EXPECT_NEAR(stats.loss, sum / static_cast<double>(count), 1e-14 * stats.loss);
+    }
+  });
+}
+
+// ---- the scenarios of accumulation and normalisation ----
+
+EngineOptions linear_options(int64_t samples, int64_t micro_batch) {
+  EngineOptions options{.global_batch = samples, .micro_batch = micro_batch};
+  options.optimizer.rule = "sgd";
+  return options;
+}
+
+// One step of the linear model, w = 1, on `ranks` ranks: all report this loss and gradient.
+void expect_linear(int ranks, int64_t micro_batch, const HostBatch& batch, double loss, float gradient) {
+  run_ranks(ranks, {}, [&](World& world) {
+    EngineRig rig(world, linear_model(batch.seq_len), linear_options(batch.num_samples, micro_batch));
+    const StepStats stats = rig.step(batch, 0.5);
+    EXPECT_EQ(stats.loss, loss);
+    EXPECT_EQ(stats.grad_norm, static_cast<double>(gradient));
+    EXPECT_EQ(rig.read("grad"), std::vector<float>{gradient});
+    EXPECT_EQ(rig.read("weight"), std::vector<float>{1.0f - 0.5f * gradient});
+  });
+}
+
+TEST(Engine, OGa01TokenMeanOverTheWholeWindow) {
+  for (const int ranks : {1, 2})
+    for (const int64_t micro_batch : {1, 2})
+      expect_linear(ranks, micro_batch, token_batch({{1, 2, 3}, {10}}, 3), 4.0, 4.0f);
+}
+
+TEST(Engine, OGa02UnevenValidTokens) {
+  const HostBatch batch = token_batch({{1, 1, 1, 1, 1}, {9}, {2, 2}, {}}, 5);
+  const HostBatch swapped = token_batch({{2, 2}, {}, {1, 1, 1, 1, 1}, {9}}, 5);
+  for (const int ranks : {1, 2})
+    for (const int64_t micro_batch : {1, 2, 4}) {
+      expect_linear(ranks, micro_batch, batch, 2.25, 2.25f);
+      expect_linear(ranks, micro_batch, swapped, 2.25, 2.25f);
+    }
+}
+
+TEST(Engine, OGa03ARankWithoutAValidToken) {
+  GptConfig config = tiny_config();
+  config.dropout = 0;
+  EngineOptions options = tiny_options(2, 2);
+  options.optimizer.rule = "sgd";
+  options.clip_norm = 0;
+  HostBatch half_masked = tiny_batch(1), masked = tiny_batch(2);
+  std::fill(half_masked.targets.begin() + kBatch / 2 * kSeq, half_masked.targets.end(), kIgnoreIndex);
+  std::fill(masked.targets.begin(), masked.targets.end(), kIgnoreIndex);
+  const HostBatch batches[] = {half_masked, masked, tiny_batch(3)};
+
+  struct Record {
+    std::vector<StepStats> stats;
+    std::vector<std::vector<float>> weights, grads;
+  };
+  const auto train = [&](int ranks) {
+    std::vector<Record> records(static_cast<size_t>(ranks));
+    run_ranks(ranks, {}, [&](World& world) {
+      EngineRig rig(world, build_gpt(config), options);
+      Record& record = records[static_cast<size_t>(world.rank())];
+      for (const HostBatch& batch : batches) {
+        record.stats.push_back(rig.step(batch, kLr));
+        record.weights.push_back(rig.read("weight"));
+        record.grads.push_back(rig.read("grad"));
+      }
+      EXPECT_EQ(rig.engine.applied_steps(), 2);
+    });
+    return records;
+  };
+  const Record one = train(1)[0];
+  for (const Record& record : train(2)) {
+    for (size_t step = 0; step < 3; ++step) {
+      EXPECT_EQ(record.stats[step].loss, one.stats[step].loss);
+      EXPECT_EQ(record.stats[step].grad_norm, one.stats[step].grad_norm);
+      expect_same_bits(record.weights[step], one.weights[step]);
+    }
+  }
+  EXPECT_EQ(one.stats[1].loss, 0.0);
+  EXPECT_EQ(one.stats[1].grad_norm, 0.0);
+  EXPECT_EQ(one.stats[1].valid_tokens, 0);
+  for (const float value : one.grads[1]) ASSERT_EQ(value, 0.0f);
+  expect_same_bits(one.weights[1], one.weights[0]);
+  EXPECT_NE(one.weights[2], one.weights[1]);
+
+  // The first step is the one of a single process on rank 0's samples alone.
+  run_ranks(1, {}, [&](World& world) {
+    EngineOptions alone = options;
+    alone.global_batch = kBatch / 2;
+    alone.lanes_dp = 1;
+    EngineRig rig(world, build_gpt(config), alone);
+    EXPECT_EQ(rig.engine.train_step(part_of(half_masked, 0, kBatch / 2), kLr).loss, one.stats[0].loss);
+    expect_same_bits(rig.read("weight"), one.weights[0]);
+  });
+}
+
+TEST(Engine, AMaskedBatchDoesNotEvenDecay) {
+  run_ranks(1, {}, [&](World& world) {
+    EngineOptions options = tiny_options(1, 2);
+    Model model = build_gpt(tiny_config());
+    options.optimizer.weight_decay.assign(model.registry.specs().size(), 0.5);
+    EngineRig rig(world, std::move(model), options);
+    rig.step(tiny_batch(1), kLr);
+    const std::vector<float> weights = rig.read("weight"), moments = rig.read("exp_avg");
+    HostBatch masked = tiny_batch(2);
+    std::fill(masked.targets.begin(), masked.targets.end(), kIgnoreIndex);
+    EXPECT_EQ(rig.step(masked, kLr).loss, 0.0);
+    expect_same_bits(rig.read("weight"), weights);
+    expect_same_bits(rig.read("exp_avg"), moments);
+    EXPECT_EQ(rig.engine.applied_steps(), 1);
+  });
+}
+
+TEST(Engine, OGa04EveryMicroBatchCounts) {
+  const HostBatch batch = token_batch({{1}, {2}, {3}, {4}, {5}, {6}, {7}, {8}}, 1);
+  for (const int ranks : {1, 2, 4})
+    for (const int64_t micro_batch : {1, 2}) expect_linear(ranks, micro_batch, batch, 4.5, 4.5f);
+}
+
+TEST(Engine, OGa06LaterStepsAccumulateAsTheFirst) {
+  const HostBatch batch = token_batch({{1}, {2}, {3}, {4}, {1}, {2}, {3}, {4}}, 1);
+  for (const int ranks : {1, 2}) {
+    run_ranks(ranks, {}, [&](World& world) {
+      EngineRig rig(world, linear_model(1), linear_options(8, 1));
+      rig.engine.write_param("w", {0.0f});
+      for (const float expected : {-2.5f, -5.0f, -7.5f}) {
+        rig.step(batch, 1.0);
+        EXPECT_EQ(rig.read("weight"), std::vector<float>{expected});
+      }
+    });
+  }
+}
+
+TEST(Engine, OCl04TheNormIsOfTheMeanGradient) {
+  const HostBatch batch = token_batch({{8}, {8}}, 1);
+  for (const int ranks : {1, 2}) {
+    run_ranks(ranks, {}, [&](World& world) {
+      EngineOptions options = linear_options(2, 1);
+      options.clip_norm = 1.0f;
+      EngineRig rig(world, linear_model(1, 0.1f), options);
+      const StepStats stats = rig.step(batch, 1.0);
+      EXPECT_NEAR(stats.grad_norm, 0.8, 1e-7);
+      EXPECT_NEAR(static_cast<double>(rig.read("weight")[0]), 0.2, 1e-7);
+      // Above the limit the step is as long as the limit.
+      options.clip_norm = 0.25f;
+      EngineRig clipped(world, linear_model(1, 0.1f), options);
+      EXPECT_NEAR(clipped.step(batch, 1.0).grad_norm, 0.8, 1e-7);
+      EXPECT_NEAR(static_cast<double>(clipped.read("weight")[0]), 0.75, 1e-7);
+    });
+  }
+}
+
+// ---- what is not finite ----
+
+TEST(Engine, ANanWeightIsNamedAndNothingChanges) {
+  for (const int ranks : {1, 2}) {
+    run_ranks(ranks, {}, [&](World& world) {
+      EngineRig rig(world, build_gpt(tiny_config()), tiny_options(2, 2));
+      EngineRig undisturbed(world, build_gpt(tiny_config()), tiny_options(2, 2));
+      rig.step(tiny_batch(1), kLr);
+      undisturbed.step(tiny_batch(1), kLr);
+      const std::vector<float> good = rig.engine.read_param("h.1.mlp.fc.weight", "weight");
+      std::vector<float> bad = good;
+      bad[5] = kNan;
+      rig.engine.write_param("h.1.mlp.fc.weight", bad);
+      const std::vector<float> weights = rig.read("weight"), m = rig.read("exp_avg"),
+                               v = rig.read("exp_avg_sq");
+      const std::string text = error_text<NumericError>([&] { rig.step(tiny_batch(2), kLr); });
+      expect_parts(text, {"step 2", "'h.1.mlp.fc.weight'", "weight", "Nothing was updated"});
+      expect_same_bits(rig.read("weight"), weights);
+      expect_same_bits(rig.read("exp_avg"), m);
+      expect_same_bits(rig.read("exp_avg_sq"), v);
+      EXPECT_EQ(rig.engine.applied_steps(), 1);
+      // Repaired, the run goes on as if nothing had been.
+      rig.engine.write_param("h.1.mlp.fc.weight", good);
+      EXPECT_EQ(rig.step(tiny_batch(2), kLr).loss, undisturbed.step(tiny_batch(2), kLr).loss);
+      expect_same_bits(rig.read("weight"), undisturbed.read("weight"));
+    });
+  }
+}
+
+TEST(Engine, AGradientThatOverflowsIsNamed) {
+  run_ranks(1, {}, [&](World& world) {
+    EngineRig rig(world, linear_model(1, 1e38f), linear_options(2, 1));
+    rig.engine.write_param("w", {0.0f});  // the loss is 0, its gradient 1e41
+    const std::string text = error_text<NumericError>([&] { rig.step(token_batch({{999}, {999}}, 1), 1.0); });
+    expect_parts(text, {"step 1", "gradient of 'w'", "Nothing was updated"});
+    EXPECT_EQ(rig.read("weight"), std::vector<float>{0.0f});
+  });
+}
+
+// The loss overflows (1e30 * 1e10), its gradient (1e10) does not.
+TEST(Engine, ALossThatOverflowsUpdatesNothing) {
+  for (const int ranks : {1, 2}) {
+    run_ranks(ranks, {}, [&](World& world) {
+      EngineRig rig(world, linear_model(1, 1e10f), linear_options(2, 1));
+      for (const float weight : {1e30f, -1e30f}) {
+        rig.engine.write_param("w", {weight});
+        const std::string text = error_text<NumericError>([&] {
+          rig.step(token_batch({{1}, {0}}, 1), 1e20);
+        });
+        expect_parts(text, {"step 1", "inf", "the loss of a token", "Nothing was updated"});
+        EXPECT_EQ(rig.read("weight"), std::vector<float>{weight});
+      }
+      EXPECT_EQ(rig.engine.applied_steps(), 0);
+    });
+  }
+}
+
+// ---- errors in the middle of a step ----
+
+// Fails in its n-th forward, once.
+class FailsOnce final : public Layer {
+ public:
+  FailsOnce(int forward, bool in_operation) : left_(forward), in_operation_(in_operation) {}
+  Tensor forward(const Context& context, const Tensor& x, Saved*) const override {
+    if (left_-- == 1) {
+      if (!in_operation_) throw OutOfMemory("no memory for this forward");
+      as_cpu(context.stream).enqueue({"fails"}, {}, [](const CpuContext&) {
+        throw OutOfMemory("no memory in an operation");
+      });
+    }
+    return x;
+  }
+  Tensor backward_input(const Context&, const Tensor& dy, Saved&) const override { return dy; }
+  Cost cost(int64_t, int64_t) const override { return {}; }
+
+ private:
+  mutable int left_;
+  bool in_operation_;
+};
+
+TEST(Engine, AStepThatFailedMidwayLeavesNothing) {
+  for (const CpuExecutor executor : {CpuExecutor::kImmediate, CpuExecutor::kDeferred}) {
+    run_ranks(1, {.executor = executor}, [&](World& world) {
+      EngineRig undisturbed(world, build_gpt(tiny_config()), tiny_options(4, 1));
+      const double loss = undisturbed.step(tiny_batch(1), kLr).loss;
+      const std::vector<float> expected = undisturbed.read("weight");
+      for (const bool in_operation : {false, true}) {
+        for (const int forward : {1, 2, 4, 7}) {
+          Model model = build_gpt(tiny_config());
+          model.layers.insert(model.layers.begin() + 2, std::make_unique<FailsOnce>(forward, in_operation));
+          EngineRig rig(world, std::move(model), tiny_options(4, 1));
+          const std::vector<float> start = rig.read("weight");
+          {
+            const auto batch = std::make_unique<HostBatch>(tiny_batch(9));  // gone before the next step
+            EXPECT_THROW(rig.engine.train_step(*batch, kLr), OutOfMemory);
+          }
+          expect_same_bits(rig.read("weight"), start);
+          // An operation that failed has kept a collective from running, so the group is broken.
+          if (in_operation) continue;
+          EXPECT_EQ(rig.step(tiny_batch(1), kLr).loss, loss);
+          expect_same_bits(rig.read("weight"), expected, concat("after a failure in forward ", forward));
+        }
+      }
+    });
+  }
+}
+
+TEST(Engine, MemoryDoesNotGrow) {
+  run_ranks(1, {}, [&](World& world) {
+    EngineRig rig(world, build_gpt(tiny_config()), tiny_options(4, 1));
+    rig.step(tiny_batch(1), kLr);
+    const int64_t in_use = world.device().memory().in_use_bytes;
+    world.device().reset_peak_memory();
+    rig.step(tiny_batch(2), kLr);
+    const int64_t peak = world.device().memory().peak_bytes;
+    for (uint32_t step = 0; step < 3; ++step) rig.step(tiny_batch(step), kLr);
+    EXPECT_EQ(world.device().memory().in_use_bytes, in_use);
+    EXPECT_EQ(world.device().memory().peak_bytes, peak);
+  });
+}
+
+// ---- token files ----
+
+class EngineData : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    path_ =
+        std::filesystem::path(::testing::TempDir()) /
+        concat("polyreme-", getpid(), "-", ::testing::UnitTest::GetInstance()->current_test_info()->name());
+    std::vector<uint16_t> payload;
+    std::mt19937 generator(3);
+    for (int i = 0; i < 20 * kSeq + 1; ++i) payload.push_back(static_cast<uint16_t>(generator() % kVocab));
+    std::ofstream file(path_, std::ios::binary);
+    const auto put = [&](const auto& value) {
+      file.write(reinterpret_cast<const char*>(&value), sizeof(value));
+    };
+    file.write("POLYTOK1", 8);
+    put(uint32_t{1});
+    put(uint32_t{2});
+    put(uint64_t{payload.size()});
+    put(uint64_t{kVocab});
+    file.write(std::string(32, '\0').data(), 32);
+    for (const uint16_t token : payload) put(token);
+  }
+  void TearDown() override { std::filesystem::remove(path_); }
+
+  std::filesystem::path path_;
+};
+
+TEST_F(EngineData, StepsTakeTheGlobalOrder) {
+  const TokenDataset data(path_.string());
+  const SampleOrder order(data.num_samples(kSeq), 3, true);
+  std::vector<double> expected;
+  std::vector<float> weights;
+  run_ranks(1, {}, [&](World& world) {
+    EngineRig rig(world, build_gpt(tiny_config()), tiny_options(4, 2));
+    for (int64_t step = 0; step < 4; ++step) {  // 32 samples: into the second epoch
+      HostBatch batch{.num_samples = kBatch, .seq_len = kSeq};
+      for (int64_t i = 0; i < kBatch; ++i) {
+        int32_t tokens[kSeq], targets[kSeq];
+        data.read_sample(order(step * kBatch + i), kSeq, kVocab, tokens, targets);
+        batch.tokens.insert(batch.tokens.end(), tokens, tokens + kSeq);
+        batch.targets.insert(batch.targets.end(), targets, targets + kSeq);
+      }
+      expected.push_back(rig.step(batch, kLr).loss);
+    }
+    weights = rig.read("weight");
+  });
+  for (const int ranks : {1, 2, 4}) {
+    run_ranks(ranks, {}, [&](World& world) {
+      EngineRig rig(world, build_gpt(tiny_config()), tiny_options(4, 1));
+      for (int64_t step = 0; step < 4; ++step)
+        EXPECT_EQ(rig.engine.train_step(data, order, step, kLr).loss, expected[static_cast<size_t>(step)]);
+      expect_same_bits(rig.read("weight"), weights);
+    });
+  }
+}
+
+TEST_F(EngineData, EvaluationDependsOnNothingButTheSamples) {
+  const TokenDataset data(path_.string());
+  std::vector<double> losses;
+  for (const int ranks : {1, 2, 3, 4}) {
+    for (const int64_t micro_batch : {1, 4}) {
+      run_ranks(ranks, {}, [&](World& world) {
+        EngineOptions options = tiny_options(0, micro_batch);
+        options.global_batch = 12;
+        EngineRig rig(world, build_gpt(tiny_config()), options);
+        const StepStats two = rig.engine.evaluate(data, 3, 2);  // fewer than four ranks have one
+        EXPECT_EQ(two.tokens, 2 * kSeq);
+        const StepStats stats = rig.engine.evaluate(data, 1, 19);
+        EXPECT_EQ(stats.valid_tokens, 19 * kSeq);
+        if (world.rank() == 0) losses.push_back(stats.loss + 1000 * two.loss);
+      });
+    }
+  }
+  for (const double loss : losses) EXPECT_EQ(loss, losses[0]);
+  EXPECT_TRUE(std::isfinite(losses[0]));
+}
+
+// What only some ranks would notice, all of them must: the others would wait.
+TEST_F(EngineData, EveryRankRefusesSamplesThatAreNotThere) {
+  const TokenDataset data(path_.string());
+  run_ranks(2, {}, [&](World& world) {
+    EngineRig rig(world, build_gpt(tiny_config()), tiny_options(2, 1));
+    const auto evaluate = [&](int64_t first, int64_t count) {
+      return error_text<InvalidArgument>([&] { rig.engine.evaluate(data, first, count); });
+    };
+    expect_parts(evaluate(15, 6), {"[15, 15 + 6)", "20 samples"});
+    expect_parts(evaluate(-1, 4), {"-1"});
+    expect_parts(evaluate(21, 1), {"21"});
+    expect_parts(evaluate(1, std::numeric_limits<int64_t>::max()), {"20 samples"});
+    expect_parts(evaluate(0, 0), {"num_samples=0"});
+    const SampleOrder order(21, 3, false);
+    expect_parts(error_text<InvalidArgument>([&] { rig.engine.train_step(data, order, 2, kLr); }),
+                 {"order has 21", "has 20"});
+    EXPECT_TRUE(std::isfinite(rig.engine.evaluate(data, 0, 20).loss));
+  });
+}
+
+// ---- arguments ----
+
+TEST(Engine, OptionsThatDoNotFitAreNamed) {
+  const auto text = [](int ranks, const std::function<void(EngineOptions&)>& change) {
+    std::string result;
+    run_ranks(ranks, {}, [&](World& world) {
+      EngineOptions options = tiny_options(0, 2);
+      change(options);
+      const std::string error =
+          error_text<InvalidArgument>([&] { EngineRig(world, build_gpt(tiny_config()), options); });
+      if (world.rank() == 0) result = error;
+    });
+    return result;
+  };
+  expect_parts(text(1, [](auto& o) { o.lanes_dp = 3; }), {"lanes.dp=3", "dp=1", "power of two"});
+  expect_parts(text(1, [](auto& o) { o.lanes_dp = -2; }), {"lanes.dp=-2"});
+  expect_parts(text(2, [](auto& o) { o.lanes_dp = 1; }), {"lanes.dp=1", "dp=2"});
+  expect_parts(text(3, [](auto& o) { o.lanes_dp = 6; }), {"lanes.dp=6", "dp=3"});
+  expect_parts(text(1, [](auto& o) { o.lanes_dp = 16; }), {"global_batch=8", "lanes.dp=16"});
+  expect_parts(text(1, [](auto& o) { o.global_batch = 0; }), {"global_batch=0"});
+  expect_parts(text(2, [](auto& o) { o.global_batch = 1; }), {"global_batch=1", "dp=2"});
+  expect_parts(text(2, [](auto& o) { o.global_batch = 7; }), {"global_batch=7", "lanes.dp=2"});
+  expect_parts(text(1, [](auto& o) { o.micro_batch = 0; }), {"micro_batch=0"});
+  expect_parts(text(1, [](auto& o) { o.clip_norm = -1; }), {"clip_norm=-1"});
+  expect_parts(text(1, [](auto& o) { o.clip_norm = kNan; }), {"clip_norm=nan"});
+  expect_parts(text(1, [](auto& o) { o.optimizer.weight_decay = {0.1}; }), {"weight_decay has 1"});
+}
+
+TEST(Engine, BatchesThatDoNotFitAreRefusedBeforeAnythingRuns) {
+  run_ranks(1, {}, [&](World& world) {
+    EngineRig rig(world, build_gpt(tiny_config()), tiny_options(1, 2));
+    const auto text = [&](const std::function<void(HostBatch&)>& change) {
+      HostBatch batch = tiny_batch(1);
+      change(batch);
+      return error_text<InvalidArgument>([&] { rig.engine.train_step(batch, kLr); });
+    };
+    const std::vector<float> weights = rig.read("weight");
+    expect_parts(text([](auto& b) { b = part_of(b, 0, 7); }), {"7 samples", "expects 8", "global_batch=8"});
+    expect_parts(text([](auto& b) { b.num_samples = -8; }), {"-8 samples"});
+    expect_parts(text([](auto& b) { b.seq_len = 0; }), {"seq_len=0"});
+    expect_parts(text([](auto& b) { b.seq_len = 7; }), {"seq_len=7", "1 to 6"});
+    expect_parts(text([](auto& b) { b.tokens.pop_back(); }), {"[8, 6]", "47 tokens"});
+    expect_parts(text([](auto& b) { b.targets.pop_back(); }), {"[8, 6]", "47 targets"});
+    expect_parts(text([](auto& b) { b.targets.clear(); }), {"0 targets"});
+    expect_parts(text([](auto& b) { b.tokens[13] = kVocab; }), {"token 13 at sample 2, position 1", "13"});
+    expect_parts(text([](auto& b) { b.tokens[0] = -1; }), {"token -1"});
+    expect_parts(text([](auto& b) { b.targets[47] = kVocab; }), {"target 13 at sample 7, position 5"});
+    expect_parts(text([](auto& b) { b.targets[0] = -99; }), {"target -99", "-100"});
+    for (const double lr : {-0.1, std::nan(""), 1e300, std::numeric_limits<double>::infinity()})
+      expect_parts(error_text<InvalidArgument>([&] { rig.step(tiny_batch(1), lr); }), {"learning rate"});
+    expect_same_bits(rig.read("weight"), weights);
+    EXPECT_EQ(rig.engine.applied_steps(), 0);
+    // Shorter sequences than the model's are fine.
+    HostBatch shorter{.num_samples = kBatch, .seq_len = 2};
+    shorter.tokens.assign(16, 1);
+    shorter.targets.assign(16, 2);
+    EXPECT_EQ(rig.engine.train_step(shorter, kLr).tokens, 16);
+  });
+}
+
+TEST(Engine, LogitsNeedNoTargetsButNoWrongOnesEither) {
+  run_ranks(1, {}, [&](World& world) {
+    EngineRig rig(world, build_gpt(tiny_config()), tiny_options(1, 2));
+    HostBatch batch = part_of(tiny_batch(1), 0, 3);
+    const std::vector<float> logits = rig.engine.logits(batch);
+    EXPECT_EQ(logits.size(), static_cast<size_t>(3 * kSeq * kVocab));
+    batch.targets.clear();
+    expect_same_bits(rig.engine.logits(batch), logits);
+    batch.targets = {1};
+    expect_parts(error_text<InvalidArgument>([&] { rig.engine.logits(batch); }), {"18 tokens", "1 targets"});
+    EXPECT_TRUE(rig.engine.logits({.num_samples = 0, .seq_len = 1}).empty());
+    // A sample alone has the bits that it has among others, and no later token shows.
+    HostBatch last = part_of(tiny_batch(1), 2, 3);
+    last.tokens.back() = (last.tokens.back() + 1) % kVocab;
+    const std::vector<float> alone = rig.engine.logits(last);
+    expect_same_bits({alone.begin(), alone.end() - kVocab},
+                     {logits.begin() + 2 * kSeq * kVocab, logits.end() - kVocab});
+  });
+}
+
+TEST(Engine, ParametersByName) {
+  run_ranks(1, {}, [&](World& world) {
+    EngineRig rig(world, build_gpt(tiny_config()), tiny_options(1, 2));
+    Engine& engine = rig.engine;
+    expect_parts(error_text<InvalidArgument>([&] { engine.read_param("wte.weight", "grad"); }),
+                 {"before the first step"});
+    expect_parts(error_text<InvalidArgument>([&] { engine.read_param("wte.weight", "v"); }),
+                 {"'v'", "weight, grad, exp_avg, exp_avg_sq"});
+    expect_parts(error_text<InvalidArgument>([&] { engine.read_param("wte", "weight"); }), {"'wte'"});
+    expect_parts(error_text<InvalidArgument>([&] { engine.write_param("ln_f.bias", {1.0f}); }),
+                 {"'ln_f.bias'", "[8]", "got 1"});
+    const std::vector<float> values = random_floats(8, 1);
+    engine.write_param("ln_f.bias", values);
+    expect_same_bits(engine.read_param("ln_f.bias", "weight"), values);
+    EXPECT_EQ(engine.read_param("ln_f.weight", "weight"), std::vector<float>(8, 1.0f));
+  });
+}
+
+// Initial weights: the right spread, the same for one seed, and others for another parameter or seed.
+TEST(Engine, InitialWeights) {
+  run_ranks(1, {}, [&](World& world) {
+    GptConfig config = tiny_config();
+    config.hidden = 64;
+    config.init_std = 0.02;
+    config.tied = false;
+    EngineRig rig(world, build_gpt(config), tiny_options(1, 2)),
+        again(world, build_gpt(config), tiny_options(1, 2));
+    expect_same_bits(rig.read("weight"), again.read("weight"));
+    EngineOptions options = tiny_options(1, 2);
+    options.seed += 1;
+    EngineRig other(world, build_gpt(config), options);
+    const auto weight = [](EngineRig& from, const char* name) {
+      return from.engine.read_param(name, "weight");
+    };
+    EXPECT_NE(weight(rig, "wte.weight"), weight(other, "wte.weight"));
+    EXPECT_NE(weight(rig, "wte.weight"), weight(rig, "lm_head.weight"));
+    EXPECT_NE(weight(rig, "h.0.mlp.fc.weight"), weight(rig, "h.1.mlp.fc.weight"));
+    EXPECT_EQ(weight(rig, "h.0.mlp.fc.bias"), std::vector<float>(256, 0.0f));
+    for (const auto& [name, expected] : std::vector<std::pair<const char*, double>>{
+             {"h.0.mlp.fc.weight", 0.02}, {"h.1.mlp.proj.weight", 0.02 / 2}}) {
+      double squares = 0, sum = 0;
+      const std::vector<float> values = weight(rig, name);
+      for (const float value : values) {
+        squares += static_cast<double>(value) * static_cast<double>(value);
+        sum += static_cast<double>(value);
+      }
+      const auto n = static_cast<double>(values.size());  // 16384: the spread is good to 0.6 %
+      EXPECT_NEAR(std::sqrt(squares / n), expected, 0.03 * expected) << name;
+      EXPECT_NEAR(sum / n, 0.0, 5 * expected / std::sqrt(n)) << name;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace polyreme::testing
