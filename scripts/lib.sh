@@ -35,20 +35,19 @@ seconds_since() {
 # step TEXT COMMAND...: runs the command with its output in a log file and says TEXT and the time.
 # Returns the command's status, after showing the end of the log if it failed. LAST_LOG is the file.
 step() {
-  local text="$1" log start status=0
+  local text="$1" start status=0
   shift
   mkdir -p "$LOGS"
   LAST_LOG="$LOGS/$(printf '%s' "$text" | tr -cs 'A-Za-z0-9' '-' | cut -c1-60).log"
-  log="$LAST_LOG"
   printf '==> %s ... ' "$text"
   start=${EPOCHREALTIME/[^0-9]/}
-  "$@" >"$log" 2>&1 </dev/null || status=$?
+  "$@" >"$LAST_LOG" 2>&1 </dev/null || status=$?
   if ((status == 0)); then
     printf '%s s\n' "$(seconds_since "$start")"
   else
     printf 'failed after %s s\n' "$(seconds_since "$start")"
-    printf -- '---- the last lines of %s\n' "$log" >&2
-    tail -n 40 "$log" >&2
+    printf -- '---- the last lines of %s\n' "$LAST_LOG" >&2
+    tail -n 40 "$LAST_LOG" >&2
     printf -- '----\n' >&2
   fi
   return "$status"

@@ -88,13 +88,14 @@ void bind_engine(py::module_& m) {
   bind_model(m);
   py::class_<Engine>(m, "Engine")
       .def(py::init([](World& world, Mesh& mesh, const GptConfig& config, int64_t global_batch, int64_t micro_batch,
-                       int64_t lanes_dp, uint64_t seed, float clip_norm, const std::string& rule, double beta1,
+                       int64_t lanes_dp, uint64_t seed, float clip_norm, int zero_stage, const std::string& rule, double beta1,
                        double beta2, double eps, double momentum, const std::vector<double>& weight_decay) {
              const EngineOptions options{.global_batch = global_batch,
                                          .micro_batch = micro_batch,
                                          .lanes_dp = lanes_dp,
                                          .seed = seed,
                                          .clip_norm = clip_norm,
+                                         .zero_stage = zero_stage,
                                          .optimizer = {.rule = rule,
                                                        .beta1 = beta1,
                                                        .beta2 = beta2,
@@ -106,7 +107,7 @@ void bind_engine(py::module_& m) {
              return std::make_unique<Engine>(world.device(), mesh, build_gpt(config), options);
            }),
            "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a, "seed"_a,
-           "clip_norm"_a, "rule"_a, "beta1"_a, "beta2"_a, "eps"_a, "momentum"_a, "weight_decay"_a,
+           "clip_norm"_a, "zero_stage"_a, "rule"_a, "beta1"_a, "beta2"_a, "eps"_a, "momentum"_a, "weight_decay"_a,
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def(
           "train_step",

@@ -12,6 +12,8 @@ int64_t checked_lanes(EngineOptions& options, const Communicator& dp) {
   if (options.lanes_dp == 0) options.lanes_dp = dp.size();
   const int64_t ranks = dp.size();
   check_lanes("dp", options.lanes_dp, ranks);
+  require<NotAvailable>(options.zero_stage == 0 || options.zero_stage == 1, "zero=", options.zero_stage,
+                        ": this version has ZeRO stages 0 and 1; use zero=1 to shard the optimizer state");
   require(options.micro_batch >= 1, "micro_batch=", options.micro_batch, "; expected at least 1");
   require(options.clip_norm >= 0, "clip_norm=", options.clip_norm, "; expected 0 (no limit) or more");
   require(options.global_batch >= ranks, "global_batch=", options.global_batch, " is less than dp=", ranks,
@@ -58,8 +60,8 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
       model_(std::move(model)),
       options_(options),
       stream_(device.create_stream("compute")),
-      params_(*stream_, model_.registry, checked_lanes(options_, dp_), dp_),
-      optimizer_(make_optimizer(*stream_, params_.layout(), options_.optimizer)),
+      params_(*stream_, model_.registry, checked_lanes(options_, dp_), dp_, options_.zero_stage),
+      optimizer_(make_optimizer(*stream_, params_.layout(), params_.own_range(), options_.optimizer)),
       loss_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "loss sum")),
       square_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "squared gradient sum")),
       clip_scale_(empty(device, DType::kF32, {1}, "clip scale")) {
@@ -188,9 +190,8 @@ void Engine::measure_gradient() {
   // such a loss with finite gradients): its counts of NaN and inf go into the norm.
   const auto counts = [](const Tensor& limbs) { return limbs.slice(0, ExactSum::kDigits, ExactSum::kLimbs); };
   copy(*stream_, counts(loss_sum_), counts(square_sum_));
-  // Parameter by parameter, so that the blocks do not depend on how the flat buffer is laid out.
-  for (size_t i = 0; i < params_.layout().size(); ++i)
-    exact_sum_squares(*stream_, params_.layout().view(params_.grads(), i), square_sum_);
+  exact_sum_squares(*stream_, params_.own_part(params_.grads()), square_sum_);
+  if (params_.is_sharded()) dp_.all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   clip_scale(*stream_, square_sum_, options_.clip_norm, clip_scale_);
 }
 
@@ -214,8 +215,11 @@ StepStats Engine::train_step(const HostBatch& batch, double lr) {
   dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   measure_gradient();
   // Without a valid token there is nothing to learn from, and not even weight decay is applied.
-  if (valid > 0)
-    optimizer_->step(*stream_, params_.weights(), params_.grads(), clip_scale_, lr, applied_steps_ + 1);
+  if (valid > 0) {
+    optimizer_->step(*stream_, params_.own_part(params_.weights()), params_.own_part(params_.grads()), clip_scale_, lr,
+                     applied_steps_ + 1);
+    params_.gather(*stream_, params_.weights());
+  }
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
   const double norm = std::sqrt(read_sum(square_sum_));
   if (!std::isfinite(norm) || !std::isfinite(loss))
@@ -283,9 +287,17 @@ std::string Engine::what_is_not_finite() {
   // A bad weight spoils every gradient, so it is the better name.
   const std::string weight = first_not_finite(params_.weights());
   if (!weight.empty()) return concat("the weight '", weight, "' was not finite before the step");
-  const std::string grad = first_not_finite(params_.grads());
+  const std::string grad = first_not_finite(flat("grad"));
   if (!grad.empty()) return concat("the gradient of '", grad, "' is not finite (the first such parameter)");
   return "every gradient is finite, but the loss of a token is not";
+}
+
+Tensor Engine::gathered(const Tensor& own_part) {
+  if (!params_.is_sharded()) return own_part;
+  const Tensor all = empty(device_, DType::kF32, {params_.layout().num_elements()}, "gathered");
+  copy(*stream_, own_part, params_.own_part(all));
+  params_.gather(*stream_, all);
+  return all;
 }
 
 Tensor Engine::flat(const std::string& kind) {
@@ -293,10 +305,10 @@ Tensor Engine::flat(const std::string& kind) {
   std::string known = "weight, grad";
   if (kind == "grad") {
     require(params_.grads().defined(), "there is no gradient before the first step");
-    return params_.grads();
+    return gathered(params_.own_part(params_.grads()));
   }
   for (const auto& [name, tensor] : optimizer_->state()) {
-    if (name == kind) return tensor;
+    if (name == kind) return gathered(tensor);
     known += ", " + name;
   }
   throw InvalidArgument(concat("unknown kind '", kind, "'; expected one of ", known));

@@ -19,6 +19,7 @@ struct EngineOptions {
   int64_t lanes_dp = 0;      // 0: the size of the dp axis
   uint64_t seed = 0;         // initial weights, dropout
   float clip_norm = 0;       // limit of the global gradient norm; 0: none
+  int zero_stage = 0;        // 1: every rank of dp keeps and updates a shard of the optimizer state
   OptimizerOptions optimizer;
 };
 
@@ -63,7 +64,7 @@ class Engine {
   const FlatLayout& layout() const { return params_.layout(); }
   int64_t applied_steps() const { return applied_steps_; }
   int64_t local_batch() const { return options_.global_batch / dp_.size(); }
-  // Copies to and from the host. `kind` is "weight", "grad" (of the last step, before clipping) or a
+  // Copies to and from the host; reading what ZeRO has sharded is collective. `kind` is "weight", "grad" (of the last step, before clipping) or a
   // state name of the optimizer. Throws InvalidArgument for unknown names and wrong sizes.
   std::vector<float> read_param(const std::string& name, const std::string& kind);
   void write_param(const std::string& name, const std::vector<float>& values);
@@ -87,6 +88,7 @@ class Engine {
   std::string first_not_finite(const Tensor& flat);  // name of the parameter; empty if there is none
   std::string what_is_not_finite();
   Tensor flat(const std::string& kind);
+  Tensor gathered(const Tensor& own_part);
 
   Device& device_;
   Communicator& dp_;

@@ -4,8 +4,11 @@
 
 namespace polyreme {
 
-ParamStore::ParamStore(Stream& stream, const ParamRegistry& registry, int64_t local_lanes, Communicator& dp)
-    : layout_(registry.specs()),
+ParamStore::ParamStore(Stream& stream, const ParamRegistry& registry, int64_t local_lanes, Communicator& dp,
+                       int zero_stage)
+    : dp_(dp),
+      layout_(registry.specs(), zero_stage == 0 ? 1 : dp.size()),
+      own_range_(layout_.shard(zero_stage == 0 ? 0 : dp.rank())),
       weights_(empty(stream.device(), DType::kF32, {layout_.num_elements()}, "weights")),
       lane_sum_(stream.device(), {layout_.num_elements()}, local_lanes, dp) {
   fill(stream, weights_, 0.0f);
@@ -41,6 +44,13 @@ void ParamStore::end_lane(Stream& stream) {
   lane_sum_.end_lane(stream);
 }
 
-void ParamStore::finish(Stream& stream) { lane_sum_.finish(stream, &grads_)->wait_on(stream); }
+void ParamStore::finish(Stream& stream) {
+  const auto work = is_sharded() ? lane_sum_.finish_own_slice(stream, &grads_) : lane_sum_.finish(stream, &grads_);
+  work->wait_on(stream);
+}
+
+void ParamStore::gather(Stream& stream, const Tensor& flat) const {
+  if (is_sharded()) dp_.all_gather(own_part(flat), flat, stream)->wait_on(stream);
+}
 
 }  // namespace polyreme

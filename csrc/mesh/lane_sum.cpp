@@ -52,10 +52,21 @@ void LaneSum::end_lane(Stream& stream) {
   subtrees_[level] = sum;
 }
 
-std::unique_ptr<Work> LaneSum::finish(Stream& stream, Tensor* sum) {
+const Tensor& LaneSum::local_sum() const {
   require(subtrees_.back().defined(), "finish was called before ", local_lanes_, " lanes were summed");
-  *sum = subtrees_.back();
+  return subtrees_.back();
+}
+
+std::unique_ptr<Work> LaneSum::finish(Stream& stream, Tensor* sum) {
+  *sum = local_sum();
   return group_.all_reduce(*sum, ReduceOp::kSum, stream);
+}
+
+std::unique_ptr<Work> LaneSum::finish_own_slice(Stream& stream, Tensor* sum) {
+  *sum = local_sum();
+  const int64_t slice = sum->numel() / group_.size();
+  return group_.reduce_scatter(*sum, sum->slice(0, group_.rank() * slice, (group_.rank() + 1) * slice), ReduceOp::kSum,
+                               stream);
 }
 
 }  // namespace polyreme

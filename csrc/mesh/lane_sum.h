@@ -22,6 +22,9 @@ class LaneSum {
   // Sums of `shape`, fp32. `group` must outlive this object.
   LaneSum(Device& device, const Shape& shape, int64_t local_lanes, Communicator& group);
 
+  // The same for 1-D sums that the ranks share out: only this rank's slice of `sum`, an equal part in rank
+  // order, is the sum; the rest is undefined. Half the bytes of finish.
+  std::unique_ptr<Work> finish_own_slice(Stream& stream, Tensor* sum);
   // Forgets the lanes of a sum that an error broke off; without effect between two sums.
   void restart();
   // A zeroed buffer for the next lane's partial sum. Lanes come in ascending order.
@@ -33,6 +36,7 @@ class LaneSum {
 
  private:
   Tensor take_buffer();
+  const Tensor& local_sum() const;
 
   Device& device_;
   Shape shape_;

@@ -23,15 +23,16 @@ struct OptimizerOptions {
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
-  // One update of `weights` in place with gradients scale[0] * `grads`; both flat. `step` counts
-  // applied updates from 1. A scale of NaN leaves weights and state as they are.
+  // One update of `weights` in place with gradients scale[0] * `grads`, both the optimizer's range of
+  // the flat buffers. `step` counts applied updates from 1. A scale of NaN leaves weights and state as they are.
   virtual void step(Stream& stream, const Tensor& weights, const Tensor& grads, const Tensor& scale, double lr,
                     int64_t step) = 0;
-  // Flat state tensors by name ("exp_avg", "exp_avg_sq"; "momentum").
+  // State tensors of the range, by name ("exp_avg", "exp_avg_sq"; "momentum").
   virtual std::vector<std::pair<std::string, Tensor>> state() const = 0;
 };
 
-// State starts at zero on `stream`. Throws InvalidArgument for an unknown rule or constants out of range.
-std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const FlatLayout& layout, const OptimizerOptions& options);
+// Updates `range` of the flat buffers and has state for it alone. State starts at zero on `stream`. Throws InvalidArgument for an unknown rule or constants out of range.
+std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const FlatLayout& layout, const FlatRange& range,
+                                          const OptimizerOptions& options);
 
 }  // namespace polyreme

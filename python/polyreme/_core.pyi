@@ -111,6 +111,7 @@ class Engine:
         lanes_dp: int,
         seed: int,
         clip_norm: float,
+        zero_stage: int,
         rule: str,
         beta1: float,
         beta2: float,

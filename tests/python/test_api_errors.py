@@ -173,7 +173,7 @@ def test_configurations_are_frozen_and_have_keywords_only():
 @pytest.mark.parametrize(
     "options, error, words",
     [
-        ({"zero": 1}, pr.NotAvailable, ["zero=1", "zero=0"]),
+        ({"zero": 2}, pr.NotAvailable, ["zero=2", "zero=1"]),
         ({"precision": "bf16"}, pr.NotAvailable, ["precision='bf16'", "'fp32'"]),
         ({"global_batch": 0}, pr.InvalidArgument, ["global_batch=0", "at least 1"]),
         ({"global_batch": 8.0}, pr.InvalidArgument, ["global_batch=8.0", "integer"]),

@@ -38,8 +38,9 @@ def many(size, lanes, *, model=MODEL, executor="immediate", seed=0, isa="auto", 
 
 @pytest.mark.parametrize("dp, lanes", [(1, 8), (2, 2), (2, 8), (4, 4), (4, 8), (8, 8)])
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])
-def test_ranks_and_micro_batches(dp, lanes, micro_batch):
-    assert many(dp, lanes, micro_batch=micro_batch) == one_rank(lanes)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_ranks_micro_batches_and_zero(dp, lanes, micro_batch, zero):
+    assert many(dp, lanes, micro_batch=micro_batch, zero=zero) == one_rank(lanes)
 
 
 def test_lanes_do_change_the_bits():
@@ -67,8 +68,9 @@ def test_threads(num_threads):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_deferred_executor(seed):
-    assert many(2, 4, executor="deferred", seed=seed, micro_batch=2) == one_rank(4)
+@pytest.mark.parametrize("zero", [0, 1])
+def test_deferred_executor(seed, zero):
+    assert many(2, 4, executor="deferred", seed=seed, micro_batch=2, zero=zero) == one_rank(4)
 
 
 def test_deferred_executor_with_dropout_and_recompute():
@@ -76,8 +78,8 @@ def test_deferred_executor_with_dropout_and_recompute():
     assert many(1, 4, model=model, executor="deferred", micro_batch=2) == one_rank(4, True, 0.1)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_processes(size, tmp_path):
+@pytest.mark.parametrize("size, zero", [(2, 0), (2, 1), (4, 1)])
+def test_processes(size, zero, tmp_path):
     """Real processes over shared memory against the one-rank run."""
     script = tmp_path / "script.py"
     script.write_text(
@@ -85,7 +87,8 @@ def test_processes(size, tmp_path):
         "from helpers import TINY, batches, train\n"
         "model = pr.models.GPT(**TINY)\n"
         "world = pr.init()\n"
-        "result = train(world, batches(4, 8, model, ignored=0.1), model, lanes=pr.Lanes(dp=4), clip_norm=0.5)\n"
+        f"options = dict(lanes=pr.Lanes(dp=4), clip_norm=0.5, zero={zero})\n"
+        "result = train(world, batches(4, 8, model, ignored=0.1), model, **options)\n"
         "print('RESULT', result, flush=True)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}

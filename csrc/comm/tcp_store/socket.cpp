@@ -63,6 +63,16 @@ bool wait_ready(int fd, short events, Deadline deadline) {
   }
 }
 
+// While nobody listens at a port of the ephemeral range, the kernel may choose that very port as our
+// own and connect the socket to itself, which would also keep rank 0 from binding it.
+bool is_connected_to_itself(const FileDescriptor& fd) {
+  sockaddr_storage own{}, peer{};
+  socklen_t own_length = sizeof(own), peer_length = sizeof(peer);
+  return getsockname(fd.get(), reinterpret_cast<sockaddr*>(&own), &own_length) == 0 &&
+         getpeername(fd.get(), reinterpret_cast<sockaddr*>(&peer), &peer_length) == 0 &&
+         own_length == peer_length && std::memcmp(&own, &peer, own_length) == 0;
+}
+
 // 0, or the reason as errno.
 int try_connect(const FileDescriptor& fd, const addrinfo& address, Deadline deadline) {
   if (!fd) return errno;
@@ -135,7 +145,12 @@ FileDescriptor dial(const std::string& host, int port, std::chrono::milliseconds
   do {
     for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
       FileDescriptor fd = open_socket(*address);
-      const int error = try_connect(fd, *address, deadline);
+      int error = try_connect(fd, *address, deadline);
+      if (error == 0 && is_connected_to_itself(fd)) {
+        const linger reset{1, 0};  // frees the port at once
+        setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &reset, sizeof(reset));
+        error = ECONNREFUSED;
+      }
       if (error == 0) {
         set_connection_options(fd);
         return fd;

@@ -22,7 +22,7 @@ struct Flat {
     grads = rig.empty_f32({layout.num_elements()});
     fill(rig.stream(), weights, 0.0f);
     fill(rig.stream(), grads, 0.0f);
-    optimizer = make_optimizer(rig.stream(), layout, options);
+    optimizer = make_optimizer(rig.stream(), layout, layout.shard(0), options);
   }
 
   static std::vector<ParamSpec> specs_of(const std::vector<Shape>& shapes) {
