@@ -11,6 +11,8 @@ namespace polyreme {
 namespace {
 
 constexpr size_t kSmallAlignment = 64;
+constexpr size_t kPage = 4096;
+// Large blocks start at a huge page, so that one TLB entry covers 2 MiB of a matrix.
 constexpr size_t kHugePage = size_t{2} << 20;
 
 class CachedBuffer final : public Buffer {
@@ -27,11 +29,19 @@ class CachedBuffer final : public Buffer {
   size_t block_bytes_;
 };
 
-// Large blocks are whole huge pages, so that one TLB entry covers 2 MiB of a matrix.
 size_t block_size(size_t size_bytes) {
-  const size_t alignment = size_bytes >= kHugePage ? kHugePage : kSmallAlignment;
+  const size_t alignment = size_bytes >= kHugePage ? kPage : kSmallAlignment;
   return static_cast<size_t>(round_up(static_cast<int64_t>(std::max<size_t>(size_bytes, 1)),
                                       static_cast<int64_t>(alignment)));
+}
+
+// Null if the memory cannot be had.
+void* fresh_block(size_t block_bytes) {
+  const bool is_large = block_bytes >= kHugePage;
+  void* address = nullptr;
+  if (posix_memalign(&address, is_large ? kHugePage : kSmallAlignment, block_bytes) != 0) return nullptr;
+  if (is_large) madvise(address, block_bytes, MADV_HUGEPAGE);
+  return address;
 }
 
 }  // namespace
@@ -40,8 +50,9 @@ CpuAllocator::~CpuAllocator() { drop_cache(); }
 
 void* CpuAllocator::take_cached(size_t block_bytes, size_t* actual_bytes) {
   const auto it = free_blocks_.lower_bound(block_bytes);
-  // At most an eighth of a reused block is wasted.
-  if (it == free_blocks_.end() || it->first > block_bytes + block_bytes / 8) return nullptr;
+  // A step asks for the same sizes as the one before, so a near fit is enough to reuse everything, and what
+  // stays for long wastes at most a part in 64.
+  if (it == free_blocks_.end() || it->first > block_bytes + block_bytes / 64) return nullptr;
   void* address = it->second;
   *actual_bytes = it->first;
   free_blocks_.erase(it);
@@ -53,16 +64,14 @@ std::shared_ptr<Buffer> CpuAllocator::allocate(size_t size_bytes, const char* la
   const std::lock_guard lock(mutex_);
   void* address = take_cached(block_bytes, &block_bytes);
   if (address == nullptr) {
-    const size_t alignment = block_bytes >= kHugePage ? kHugePage : kSmallAlignment;
-    address = std::aligned_alloc(alignment, block_bytes);
+    address = fresh_block(block_bytes);
     if (address == nullptr) {
       drop_cache();
-      address = std::aligned_alloc(alignment, block_bytes);
+      address = fresh_block(block_bytes);
     }
     require<OutOfMemory>(address != nullptr, "out of memory: ", size_bytes, " bytes for '", label, "' with ",
                          stats_.in_use_bytes, " bytes in use (peak ", stats_.peak_bytes,
                          "); use a smaller micro-batch, recompute, or a smaller model");
-    if (block_bytes >= kHugePage) madvise(address, block_bytes, MADV_HUGEPAGE);
     stats_.reserved_bytes += static_cast<int64_t>(block_bytes);
   }
   stats_.in_use_bytes += static_cast<int64_t>(block_bytes);

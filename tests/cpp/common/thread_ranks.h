@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <exception>
+#include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -11,26 +13,29 @@
 
 namespace polyreme::testing {
 
-// Calls body(world) on `size` threads, each a rank with a device of its own (schedule_seed + rank).
-// The first exception of any rank is thrown again once all threads have ended.
+// Calls body(world) on `size` threads, each a rank with a device of its own. Once all threads have
+// ended, throws the exception that came first.
 template <typename Body>
-void run_ranks(int size, CpuDeviceOptions device, Body&& body) {
+void run_ranks(int size, const CpuDeviceOptions& device, Body&& body) {
   constexpr std::chrono::seconds kTimeout{20};
   std::vector<std::unique_ptr<World>> worlds = make_local_worlds(size, device, kTimeout);
-  std::vector<std::exception_ptr> errors(worlds.size());
+  std::mutex mutex;
+  std::exception_ptr first_error;
   std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < worlds.size(); ++rank)
-    threads.emplace_back([&, rank] {
+  for (std::unique_ptr<World>& world : worlds)
+    threads.emplace_back([&] {
       try {
-        body(*worlds[rank]);
+        body(*world);
       } catch (...) {
-        errors[rank] = std::current_exception();
-        worlds[rank].reset();  // the others learn that this rank is gone
+        {
+          const std::lock_guard lock(mutex);
+          if (!first_error) first_error = std::current_exception();
+        }
+        world.reset();  // the others learn that this rank is gone
       }
     });
   for (std::thread& thread : threads) thread.join();
-  for (const std::exception_ptr& error : errors)
-    if (error) std::rethrow_exception(error);
+  if (first_error) std::rethrow_exception(first_error);
 }
 
 }  // namespace polyreme::testing
