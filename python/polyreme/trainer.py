@@ -14,6 +14,7 @@ from . import _core, optim
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
 from .models import GPT
+from .verification import StepRecorder
 from .world import Lanes, Mesh
 
 __all__ = ["StepStats", "Trainer"]
@@ -111,6 +112,8 @@ class Trainer:
             weight_decay=optimizer.decay_of(model.param_specs()),
             **optimizer._constants(),
         )
+        self.lanes = Lanes(dp=self._engine.lanes_dp)
+        self._recorder = StepRecorder.from_environment(mesh.world.rank)
 
     # ---- steps ----
 
@@ -135,7 +138,7 @@ class Trainer:
             NumericError: the gradient is not finite; weights and optimizer are as before.
         """
         lr = self.optimizer.lr_at(self.applied_steps + 1)
-        start = time.perf_counter()
+        start = self._begin()
         raw = self._engine.train_batch(_token_array(tokens, "tokens"), _token_array(targets, "targets"), lr)
         return self._stats(raw, lr, time.perf_counter() - start)
 
@@ -174,7 +177,7 @@ class Trainer:
         while self.applied_steps < steps:
             position = self.applied_steps
             lr = self.optimizer.lr_at(position + 1)
-            start = time.perf_counter()
+            start = self._begin()
             raw = self._engine.train_step(data._core, order, position, lr)
             stats = self._stats(raw, lr, time.perf_counter() - start)
             due = stats.step == steps or (validate_every > 0 and stats.step % validate_every == 0)
@@ -200,10 +203,19 @@ class Trainer:
                 " use the same"
             )
 
+    def _begin(self) -> float:
+        """Returns the time at which the step starts."""
+        if self._recorder is not None:
+            self._recorder.begin(self)
+        return time.perf_counter()
+
     def _stats(self, raw: dict[str, Any], lr: float, seconds: float) -> StepStats:
         flops = self.model.flops_per_token() * raw["tokens"]
         mfu = flops / seconds / self.peak_flops if self.peak_flops and seconds > 0 else None
-        return StepStats(step=self.applied_steps, lr=lr, seconds=seconds, mfu=mfu, **raw)
+        stats = StepStats(step=self.applied_steps, lr=lr, seconds=seconds, mfu=mfu, **raw)
+        if self._recorder is not None:
+            self._recorder.record(self, stats)
+        return stats
 
     # ---- looking inside ----
 

@@ -11,6 +11,7 @@ from polyreme.testing import run_ranks
 MODEL = pr.models.GPT(**TINY, tied=False)
 SPECS = MODEL.param_specs()
 DIMS = {spec["name"]: len(spec["shape"]) for spec in SPECS}
+LAYOUTS = pytest.mark.parametrize("dp, zero", [(1, 0), (2, 0), (1, 1), (2, 1)])
 
 
 def decays(**options):
@@ -78,23 +79,23 @@ def test_configurations_are_frozen_and_have_keywords_only():
         pr.AdamW(1e-3)
 
 
-def updates(world, optimizer, steps, seed=3):
-    """Weights before and after, and the gradients, of some steps with random batches."""
-    trainer = make_trainer(world, MODEL, optimizer=optimizer, lanes=pr.Lanes(dp=2))
+def updates(world, optimizer, steps, zero=0):
+    """The trainer after some steps on random batches, and the weights before and gradients of each."""
+    trainer = make_trainer(world, MODEL, optimizer=optimizer, lanes=pr.Lanes(dp=2), zero=zero)
     history = []
-    for tokens, targets in batches(steps, 8, MODEL, seed=seed):
+    for tokens, targets in batches(steps, 8, MODEL, seed=3):
         before = {name: trainer.parameter(name) for name in DIMS}
         trainer.step(local_part(world, tokens), local_part(world, targets))
         history.append((before, {name: trainer.gradient(name) for name in DIMS}))
     return trainer, history
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_o_op_01_first_update_is_the_learning_rate(dp):
+@LAYOUTS
+def test_o_op_01_first_update_is_the_learning_rate(dp, zero):
     """Bias correction makes the first AdamW update lr * sign(g), wherever |g| is far above eps."""
 
     def run(world):
-        trainer, [(before, gradient)] = updates(world, pr.AdamW(lr=0.1, eps=1e-8), 1)
+        trainer, [(before, gradient)] = updates(world, pr.AdamW(lr=0.1, eps=1e-8), 1, zero)
         for name in DIMS:
             large = np.abs(gradient[name]) > 1e-4
             moved = before[name] - trainer.parameter(name)
@@ -104,12 +105,12 @@ def test_o_op_01_first_update_is_the_learning_rate(dp):
     assert run_ranks(dp, run) == [1] * dp
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_o_op_01_three_updates_follow_the_definition(dp):
+@LAYOUTS
+def test_o_op_01_three_updates_follow_the_definition(dp, zero):
     betas, eps, lr, decay = (0.875, 0.9990234375), 1e-4, 0.1, 0.1  # betas that fp32 has exactly
 
     def run(world):
-        trainer, history = updates(world, pr.AdamW(lr=lr, betas=betas, eps=eps, weight_decay=decay), 3)
+        trainer, history = updates(world, pr.AdamW(lr=lr, betas=betas, eps=eps, weight_decay=decay), 3, zero)
         for name, dims in DIMS.items():
             weight = history[0][0][name].astype(np.float64)
             mean, square = np.zeros_like(weight), np.zeros_like(weight)
@@ -143,16 +144,14 @@ def test_sgd_follows_the_definition(world, momentum):
         np.testing.assert_allclose(trainer.parameter(name), weight, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@LAYOUTS
 @pytest.mark.parametrize("rule", [pr.AdamW, pr.SGD])
-def test_o_op_04_decay_by_dims_and_by_name(dp, rule):
+def test_o_op_04_decay_by_dims_and_by_name(dp, zero, rule):
     """With gradients of exactly 0 all that is left of an update is the decay: 1 becomes 0.99."""
-    # The embedding of a token that never comes has no gradient, and with an untied head the output
-    # does not depend on it either; lm_head has none for a zero output of the last norm.
     optimizer = rule(lr=0.1, weight_decay=0.1, weight_decay_rules={"wpe.*": 0.0, "h.0.ln_1.bias": 0.1})
 
     def run(world):
-        trainer = make_trainer(world, MODEL, optimizer=optimizer, lanes=pr.Lanes(dp=2))
+        trainer = make_trainer(world, MODEL, optimizer=optimizer, lanes=pr.Lanes(dp=2), zero=zero)
         for name in DIMS:
             trainer.set_parameter(name, np.ones_like(trainer.parameter(name)))
         # A head of zeros gives every parameter before it a gradient of exactly 0.
@@ -160,9 +159,10 @@ def test_o_op_04_decay_by_dims_and_by_name(dp, rule):
         tokens, targets = batches(1, 8, MODEL)[0]
         trainer.step(local_part(world, tokens), local_part(world, targets))
         for name, dims in DIMS.items():
+            gradient = trainer.gradient(name)
             if name == "lm_head.weight":
                 continue
-            assert not trainer.gradient(name).any(), name
+            assert not gradient.any(), name
             decayed = (dims >= 2 and name != "wpe.weight") or name == "h.0.ln_1.bias"
             expected = np.float32(1 - 0.1 * 0.1) if decayed else np.float32(1)
             assert np.unique(trainer.parameter(name)) == [expected], name

@@ -171,8 +171,9 @@ COUNTS = {
 }
 
 
+@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("name", COUNTS)
-def test_o_ga_01_02_loss_and_gradient_are_the_token_mean_on_every_layout(world, name):
+def test_o_ga_01_02_loss_and_gradient_are_the_token_mean_on_every_layout(world, name, zero):
     counts = COUNTS[name]
     tokens, targets = batches(1, len(counts), MODEL, seed=8)[0]
     targets = keep(targets, counts)
@@ -186,7 +187,7 @@ def test_o_ga_01_02_loss_and_gradient_are_the_token_mean_on_every_layout(world, 
         if len(counts) % dp:
             continue
         for micro_batch in (1, 2, len(counts)):
-            options = dict(micro_batch=micro_batch, lanes=pr.Lanes(dp=min(4, len(counts))))
+            options = dict(micro_batch=micro_batch, lanes=pr.Lanes(dp=min(4, len(counts))), zero=zero)
             stats, gradients, _ = one_step(dp, tokens, targets, **options)
             assert stats.loss == pytest.approx(expected_loss, rel=1e-6)
             assert stats.tokens == tokens.size
@@ -208,10 +209,11 @@ def test_o_ga_01_lanes_change_the_mean_by_rounding_only():
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-6)
 
 
-def test_o_ga_03_a_rank_whose_targets_are_all_ignored():
+@pytest.mark.parametrize("zero", [0, 1])
+def test_o_ga_03_a_rank_whose_targets_are_all_ignored(zero):
     tokens, targets = batches(1, 8, MODEL, seed=4)[0]
     masked = keep(targets, [24] * 4 + [0] * 4)
-    stats, gradients, weights = one_step(2, tokens, masked, lanes=pr.Lanes(dp=2))
+    stats, gradients, weights = one_step(2, tokens, masked, lanes=pr.Lanes(dp=2), zero=zero)
     alone_stats, alone_gradients, alone_weights = one_step(1, tokens[:4], targets[:4])
     assert (stats.loss, stats.grad_norm) == (alone_stats.loss, alone_stats.grad_norm)
     assert equal(gradients, alone_gradients)
@@ -219,19 +221,19 @@ def test_o_ga_03_a_rank_whose_targets_are_all_ignored():
 
 
 @pytest.mark.parametrize("optimizer", [pr.SGD(lr=0.1), pr.AdamW(lr=0.1, weight_decay=0.1)])
-@pytest.mark.parametrize("size", [1, 2])
-def test_o_ga_03_a_step_without_a_valid_token_changes_nothing(size, optimizer):
+@pytest.mark.parametrize("size, zero", [(1, 0), (2, 0), (2, 1)])
+def test_o_ga_03_a_step_without_a_valid_token_changes_nothing(size, zero, optimizer):
     data = batches(3, 8, MODEL, seed=4)
 
     def run(world):
-        options = dict(optimizer=optimizer, lanes=pr.Lanes(dp=2))
+        options = dict(optimizer=optimizer, lanes=pr.Lanes(dp=2), zero=zero)
         trainer, other = make_trainer(world, **options), make_trainer(world, **options)
         first, second, third = ([local_part(world, array) for array in batch] for batch in data)
         trainer.step(*first)
         before = {name: trainer.parameter(name) for name in trainer.parameter_names()}
         stats = trainer.step(second[0], np.full_like(second[1], IGNORED))
         assert (stats.loss, stats.grad_norm, stats.valid_tokens, stats.step) == (0.0, 0.0, 0, 1)
-        assert all(not trainer.gradient(name).any() for name in before)
+        assert not any([trainer.gradient(name).any() for name in before])  # a list: reading is collective
         assert equal(before, {name: trainer.parameter(name) for name in before})
         other.step(*first)
         assert trainer.step(*third).loss == other.step(*third).loss

@@ -20,6 +20,7 @@ from . import UsageError
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("polyreme.cli.run", "start a script as N ranks on this machine"),
     "data": ("polyreme.cli.data", "make and inspect token files"),
+    "verify": ("polyreme.cli.verify", "compare a script's bits over layouts"),
     "doctor": ("polyreme.cli.doctor", "show what this machine and this build can do"),
     "bench": ("polyreme.cli.bench", "measure speed against other libraries"),
 }

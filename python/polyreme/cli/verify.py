@@ -1,0 +1,93 @@
+"""`polyreme verify`: runs a script under several layouts and compares every bit with its 1-rank run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+from . import UsageError
+
+_DESCRIPTION = """\
+Runs the script on one rank and then under every layout, for a few steps each, and compares loss,
+gradient norm, every gradient and every weight bit for bit. The script sets lanes explicitly
+(lanes=pr.Lanes(dp=...)) and lets the mesh follow the number of ranks (pr.Mesh(world)).
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the parser of `verify`."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="compare a script's bits over layouts",
+        usage="polyreme verify [options] [--] script.py [arguments]",
+        description=_DESCRIPTION,
+        epilog="Exit code: 0 if all bits are equal, 1 if some differ, 2 if the script could not be run.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--layouts", default="dp=2", metavar="LIST", help="separated by spaces, such as 'dp=2 dp=4' (default dp=2)"
+    )
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps of each run (default 3)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs and compares; returns the exit code."""
+    from polyreme.verification import first_difference, read_records
+
+    command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
+    if not command or args.steps < 1:
+        raise UsageError("verify: give a script and at least 1 step, as in: polyreme verify --steps 3 script.py")
+    layouts = {text: _num_ranks(text) for text in args.layouts.split()}
+    results = []
+    with tempfile.TemporaryDirectory(prefix="polyreme-verify-") as folder:
+        _say(args, "dp=1: the 1-rank run")
+        expected = read_records(_execute(command, 1, args.steps, folder), 1)[0]
+        for layout, num_ranks in layouts.items():
+            records = read_records(_execute(command, num_ranks, args.steps, folder), num_ranks)
+            difference = first_difference(expected, records)
+            results.append({"layout": layout, "equal": difference is None, "difference": str(difference or "")})
+            _say(args, f"{layout}: {'equal bits' if difference is None else difference}")
+    equal = all(result["equal"] for result in results)
+    if args.json:
+        print(json.dumps({"steps": len(expected), "equal": equal, "layouts": results}, indent=2))
+    else:
+        tensors = len(expected[0]["weights"])
+        verdict = "equal to the 1-rank run" if equal else "NOT equal to the 1-rank run"
+        print(f"{len(expected)} steps, {tensors} parameters: {verdict}")
+    return 0 if equal else 1
+
+
+def _num_ranks(layout: str) -> int:
+    match = re.fullmatch(r"dp=([1-9][0-9]*)", layout)
+    if match is None:
+        raise UsageError(f"verify: layout '{layout}'; this version has data parallelism: expected dp=N")
+    return int(match[1])
+
+
+def _execute(command: list[str], num_ranks: int, steps: int, folder: str) -> str:
+    """Runs the script and returns the folder of its records."""
+    from polyreme.verification import DIR_VARIABLE, STEPS_VARIABLE
+
+    records = tempfile.mkdtemp(prefix=f"dp-{num_ranks}-", dir=folder)
+    environment = {**os.environ, DIR_VARIABLE: records, STEPS_VARIABLE: str(steps)}
+    launcher = [sys.executable, "-m", "polyreme", "run", "-n", str(num_ranks), "--", *command]
+    done = subprocess.run(
+        launcher, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.splitlines()[-30:])
+        raise UsageError(f"verify: the script ended with exit code {done.returncode} on {num_ranks} rank(s):\n{tail}")
+    return records
+
+
+def _say(args: argparse.Namespace, text: str) -> None:
+    if not args.json:
+        print(text, flush=True)

@@ -1,0 +1,86 @@
+"""`polyreme verify` on real processes: equal runs pass, a planted bug is named by tensor, step and rank."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers import polyreme
+from polyreme.verification import first_difference
+
+SCRIPT = """
+import sys
+import numpy as np
+import polyreme as pr
+world = pr.init()
+model = pr.models.GPT(layers=1, hidden=16, heads=2, vocab=31, seq_len=8)
+lanes = None if "no-lanes" in sys.argv else pr.Lanes(dp=4)
+trainer = pr.Trainer(model, pr.Mesh(world), optimizer=pr.AdamW(lr=1e-2), global_batch=4, lanes=lanes, zero=1)
+random = np.random.default_rng(0)
+share = 4 // world.size
+for step in range(100):
+    tokens = random.integers(0, 31, (4, 9))[world.rank * share : (world.rank + 1) * share]
+    trainer.step(tokens[:, :-1], tokens[:, 1:])
+    if "bug" in sys.argv and step == 1 and world.rank == 1:
+        bias = trainer.parameter("ln_f.bias")
+        bias[3] += 1e-6
+        trainer.set_parameter("ln_f.bias", bias)
+    if "crash" in sys.argv:
+        raise ValueError("boom")
+"""
+
+
+def verify(tmp_path, *arguments, layouts="dp=2 dp=4"):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    return polyreme("verify", "--json", "--steps", 4, "--layouts", layouts, script, *arguments)
+
+
+def test_equal_bits(tmp_path):
+    done = verify(tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["equal"] and result["steps"] == 4
+    assert [layout["layout"] for layout in result["layouts"]] == ["dp=2", "dp=4"]
+
+
+def test_planted_bug_is_named(tmp_path):
+    done = verify(tmp_path, "bug", layouts="dp=2")
+    assert done.returncode == 1, done.stderr
+    (layout,) = json.loads(done.stdout)["layouts"]
+    assert layout["difference"].startswith("step 3, rank 1: the weight before the step of 'ln_f.bias'")
+
+
+def test_lanes_that_follow_the_ranks_are_named(tmp_path):
+    done = verify(tmp_path, "no-lanes", layouts="dp=2")
+    assert done.returncode == 1, done.stderr
+    assert "lanes.dp (2 and 1)" in json.loads(done.stdout)["layouts"][0]["difference"]
+
+
+@pytest.mark.parametrize(
+    "arguments, layouts, words",
+    [(["crash"], "dp=2", ["boom", "exit code 1"]), ([], "tp=2", ["tp=2", "dp=N"]), ([], "dp=0", ["dp=0"])],
+)
+def test_refusals(tmp_path, arguments, layouts, words):
+    done = verify(tmp_path, *arguments, layouts=layouts)
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def record(step=1, loss=1.0, **changes):
+    tensors = {"a": "x", "b": "y"}
+    base = {"step": step, "lanes": 4, "loss": loss.hex(), "grad_norm": (2.0).hex()}
+    return {**base, "weights_before": tensors, "gradients": tensors, "weights": tensors, **changes}
+
+
+def test_first_difference_is_in_order_of_computation():
+    expected = [record(1), record(2)]
+    assert first_difference(expected, [[record(1), record(2)]] * 3) is None
+    later = record(1, weights={"a": "x", "b": "other"})
+    earlier = record(1, gradients={"a": "other", "b": "y"})
+    found = first_difference(expected, [[later, record(2)], [earlier, record(2)]])
+    assert (found.step, found.rank, found.what, found.name) == (1, 1, "the gradient", "a")
+    found = first_difference(expected, [[record(1), record(2, loss=1.5)]])
+    assert (found.step, found.what, found.expected, found.got) == (2, "loss", "1.0", "1.5")
+    found = first_difference(expected, [[record(1)]])
+    assert (found.step, found.got) == (2, "not recorded")
