@@ -205,13 +205,59 @@ TEST(Optimizer, RunsOfOneDecayAreOneLaunch) {
   }
 }
 
+// Every shard has an optimizer of its own, whose border may lie inside a parameter and inside a run of
+// one decay.
+TEST(Optimizer, ShardsHaveTheBitsOfTheWhole) {
+  const std::vector<Shape> shapes = {{30, 50}, {7}, {3}, {4000}, {2, 2}};
+  for (const char* rule : {"adamw", "sgd"}) {
+    const OptimizerOptions options{.rule = rule, .momentum = 0.9, .weight_decay = {0.1, 0.1, 0.0, 0.0, 0.1}};
+    // The weights after three steps, by parameter.
+    const auto train = [&](int64_t num_shards) {
+      Rig rig({.executor = CpuExecutor::kDeferred});
+      const FlatLayout layout(Flat::specs_of(shapes), num_shards);
+      const Tensor weights = rig.empty_f32({layout.num_elements()}), grads = rig.empty_f32(weights.shape());
+      fill(rig.stream(), weights, 0.0f);
+      fill(rig.stream(), grads, 0.0f);
+      const auto set = [&](const Tensor& flat, uint32_t seed) {
+        for (size_t i = 0; i < shapes.size(); ++i) {
+          const auto values =
+              random_floats(static_cast<size_t>(shapes[i].numel()), seed + static_cast<uint32_t>(i));
+          copy_from_host(rig.stream(), values.data(), layout.view(flat, i));
+          rig.synchronize();
+        }
+      };
+      set(weights, 10);
+      const Tensor scale = rig.upload({0.5f});
+      std::vector<std::unique_ptr<Optimizer>> optimizers;
+      for (int64_t shard = 0; shard < num_shards; ++shard)
+        optimizers.push_back(make_optimizer(rig.stream(), layout, layout.shard(shard), options));
+      for (int64_t step = 1; step <= 3; ++step) {
+        set(grads, static_cast<uint32_t>(100 * step));
+        for (int64_t shard = 0; shard < num_shards; ++shard) {
+          const FlatRange range = layout.shard(shard);
+          const auto part = [&](const Tensor& flat) { return flat.slice(0, range.begin, range.end); };
+          optimizers[static_cast<size_t>(shard)]->step(rig.stream(), part(weights), part(grads), scale, 0.01,
+                                                       step);
+        }
+      }
+      std::vector<float> result;
+      for (size_t i = 0; i < shapes.size(); ++i) append(result, rig.download(layout.view(weights, i)));
+      return result;
+    };
+    const std::vector<float> whole = train(1);
+    for (const int64_t num_shards : {2, 3, 5, 16})
+      expect_same_bits(train(num_shards), whole, concat(rule, ", shards: ", num_shards));
+  }
+}
+
 TEST(Optimizer, StateHasNamesAndStartsAtZero) {
   const auto names = [](const OptimizerOptions& options) {
     Flat flat({{3}, {2}}, options);
     std::vector<std::string> result;
     for (const auto& [name, tensor] : flat.optimizer->state()) {
       result.push_back(name);
-      expect_same_bits(flat.rig.download(tensor), std::vector<float>(32, 0.0f), name);
+      expect_same_bits(flat.rig.download(tensor),
+                       std::vector<float>(static_cast<size_t>(tensor.numel()), 0.0f), name);
     }
     return result;
   };
