@@ -107,7 +107,8 @@ def read_rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvir
     if run_id:
         # torchrun's own store listens on MASTER_PORT; ours takes the next one (the one before the last).
         port = port + 1 if port < 65535 else port - 1
-    job_id = env.get("POLYREME_JOB_ID", f"{run_id or 'job'}-{env['MASTER_PORT']}")
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")  # ranks of an earlier attempt are not of this job
+    job_id = env.get("POLYREME_JOB_ID", f"{run_id or 'job'}-{env['MASTER_PORT']}-{attempt}")
     return RankEnvironment(
         rank=rank,
         size=size,

@@ -87,6 +87,7 @@ def test_processes(size, zero, tmp_path):
         "from helpers import TINY, batches, train\n"
         "model = pr.models.GPT(**TINY)\n"
         "world = pr.init()\n"
+        f"assert world.size == {size}\n"
         f"options = dict(lanes=pr.Lanes(dp=4), clip_norm=0.5, zero={zero})\n"
         "result = train(world, batches(4, 8, model, ignored=0.1), model, **options)\n"
         "print('RESULT', result, flush=True)\n"

@@ -333,7 +333,8 @@ void SharedGroup::throw_failure() const {
 }
 
 void SharedGroup::leave(const std::string& why) noexcept {
-  if (left_.exchange(true)) return;
+  // A forked child that is torn down must not take its parent out of the group.
+  if (getpid() != self_.pid || left_.exchange(true)) return;
   try {
     const bool owes = sequence_of(mine().posted) > sequence_of(mine().completed);
     copy_text(mine().departure_text, sizeof(mine().departure_text), why);

@@ -31,12 +31,14 @@ constexpr size_t kReceiveBytes = size_t{64} << 10;
 StoreServer::StoreServer(FileDescriptor listener, std::string secret)
     : listener_(std::move(listener)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      secret_(std::move(secret)) {
+      secret_(std::move(secret)),
+      owner_pid_(getpid()) {
   require<CommError>(static_cast<bool>(wake_), "eventfd: ", std::strerror(errno));
   thread_ = std::thread([this] { serve(); });
 }
 
 StoreServer::~StoreServer() {
+  if (getpid() != owner_pid_) return thread_.detach();  // a forked child has no such thread
   const Deadline last = Clock::now() + linger_;
   while (num_admitted_.load() > 0 && Clock::now() < last)
     std::this_thread::sleep_for(std::chrono::milliseconds(2));

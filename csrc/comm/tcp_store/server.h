@@ -67,6 +67,7 @@ class StoreServer {
   std::atomic<int> num_admitted_{0};
   std::atomic<bool> stopping_{false};
   std::chrono::milliseconds linger_{0};
+  const int owner_pid_;
   std::thread thread_;
 };
 

@@ -145,11 +145,11 @@ def render_step(result: dict[str, Any]) -> list[str]:
     breakdown = ours["breakdown_s"]
     total = sum(breakdown.values())
     for kind, seconds in sorted(breakdown.items(), key=lambda item: -item[1]):
-        lines.append(f"  {kind:12} {seconds / result['steps']:8.3f} s/step {100 * seconds / total:5.1f}%")
+        lines.append(f"  {kind:12} {seconds:8.3f} s/step {100 * seconds / total:5.1f}%")
     if breakdown:
-        cost = ours["spans"] * ours["span_cost_s"] / sum(ours["seconds"])
+        cost = ours["spans"] * ours["span_cost_s"] / statistics.median(ours["seconds"])
         lines.append(
-            f"recorder: {1e9 * ours['span_cost_s']:.0f} ns for each of {ours['spans'] // result['steps']} spans"
+            f"recorder: {1e9 * ours['span_cost_s']:.0f} ns for each of {ours['spans']} spans"
             f" a step, {100 * cost:.4f}% of the step"
         )
     return lines
