@@ -28,7 +28,9 @@ def prepare_corpus(path: Path) -> None:
         return
     folder = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "__pycache__"}
-    sources = [str(entry) for entry in sorted(folder.iterdir()) if entry.is_dir() and entry.name not in left_out]
+    sources = [
+        str(entry) for entry in sorted(folder.iterdir()) if entry.is_dir() and entry.name not in left_out
+    ]
     sources += [str(entry) for entry in sorted(folder.glob("*.py"))]
     path.parent.mkdir(parents=True, exist_ok=True)
     corpus = prepare_bytes(sources, str(path), include=["*.py"])
@@ -36,7 +38,9 @@ def prepare_corpus(path: Path) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, help="token file; default: made of the standard library")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--layers", type=int, default=4)

@@ -10,7 +10,9 @@ from .world import Mesh
 __all__ = ["measure_gemm_rate", "measure_peak_flops"]
 
 
-def measure_gemm_rate(mesh: Mesh, model: GPT, *, micro_batch: int, repeats: int = 3) -> list[dict[str, float | str]]:
+def measure_gemm_rate(
+    mesh: Mesh, model: GPT, *, micro_batch: int, repeats: int = 3
+) -> list[dict[str, float | str]]:
     """Times the model's own matrix products on this rank's device.
 
     Returns one row per product: name, m, n, k, count (per micro-batch), seconds, gflops.
@@ -23,7 +25,9 @@ def measure_gemm_rate(mesh: Mesh, model: GPT, *, micro_batch: int, repeats: int 
             mesh.world._core, m=m, n=n, k=k, transpose_a=transpose_a, transpose_b=transpose_b, repeats=repeats
         )
         gflops = 2e-9 * m * n * k / seconds
-        rows.append({"name": name, "m": m, "n": n, "k": k, "count": count, "seconds": seconds, "gflops": gflops})
+        rows.append(
+            {"name": name, "m": m, "n": n, "k": k, "count": count, "seconds": seconds, "gflops": gflops}
+        )
     return rows
 
 

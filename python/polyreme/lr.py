@@ -34,9 +34,12 @@ class Schedule:
                 f"{self._text}: warmup={self.warmup}, total={self.total}; expected 0 <= warmup <= total"
             )
         if not (self.final >= 0 and math.isfinite(self.final)):
-            raise InvalidArgument(f"{self._text}: final={self.final}; expected a finite share of peak, 0 or more")
+            raise InvalidArgument(
+                f"{self._text}: final={self.final}; expected a finite share of peak, 0 or more"
+            )
 
     def __call__(self, step: int) -> float:
+        """The learning rate of update number `step`, from 1."""
         if step < 1:
             raise InvalidArgument(f"{self._text}: step={step}; updates are counted from 1")
         if step <= self.warmup:

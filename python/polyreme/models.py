@@ -16,7 +16,7 @@ __all__ = ["GPT"]
 class GPT:
     """The GPT-2 family: learned positions, pre-LayerNorm blocks, GELU (tanh form).
 
-   
+
 
     layers, hidden, heads: the size; heads must divide hidden.
     vocab: number of tokens.
@@ -56,7 +56,9 @@ class GPT:
         if not 0 <= self.dropout < 1:
             raise InvalidArgument(f"GPT: dropout={self.dropout}; expected 0 <= dropout < 1")
         if not 0 < self.layer_norm_eps < math.inf:
-            raise InvalidArgument(f"GPT: layer_norm_eps={self.layer_norm_eps}; expected a finite number, more than 0")
+            raise InvalidArgument(
+                f"GPT: layer_norm_eps={self.layer_norm_eps}; expected a finite number, more than 0"
+            )
         if not 0 <= self.init_std < math.inf:
             raise InvalidArgument(f"GPT: init_std={self.init_std}; expected a finite number, 0 or more")
 

@@ -6,14 +6,14 @@ import fnmatch
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any, TypeAlias
 
-from . import lr as lr_schedules
 from .errors import InvalidArgument
+from .lr import Schedule
 
 __all__ = ["SGD", "AdamW", "Optimizer"]
 
-LearningRate = Union[float, lr_schedules.Schedule]
+LearningRate: TypeAlias = float | Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,9 @@ class Optimizer:
             raise InvalidArgument(f"{rule}: lr={self.lr!r}; expected a number or a schedule of polyreme.lr")
         for name, value in (("weight_decay", self.weight_decay), *self.weight_decay_rules.items()):
             if not 0 <= value < math.inf:
-                raise InvalidArgument(f"{rule}: weight decay {name}={value}; expected a finite number, 0 or more")
+                raise InvalidArgument(
+                    f"{rule}: weight decay {name}={value}; expected a finite number, 0 or more"
+                )
 
     def lr_at(self, step: int) -> float:
         """The learning rate of the update number `step`, counted from 1."""
@@ -79,7 +81,13 @@ class AdamW(Optimizer):
             raise InvalidArgument(f"AdamW: eps={self.eps}; expected a finite number, more than 0")
 
     def _constants(self) -> dict[str, Any]:
-        return {"rule": "adamw", "beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps, "momentum": 0.0}
+        return {
+            "rule": "adamw",
+            "beta1": self.betas[0],
+            "beta2": self.betas[1],
+            "eps": self.eps,
+            "momentum": 0.0,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,12 @@ def run_ranks(
     A rank that raises makes the others fail too; the first exception is raised here.
     """
     cores = _core.make_local_worlds(
-        size=size, num_threads=num_threads, isa=isa, executor=executor, schedule_seed=schedule_seed, timeout_s=timeout_s
+        size=size,
+        num_threads=num_threads,
+        isa=isa,
+        executor=executor,
+        schedule_seed=schedule_seed,
+        timeout_s=timeout_s,
     )
     results: list[T | None] = [None] * size
     errors: list[BaseException] = []

@@ -44,6 +44,7 @@ class StepStats:
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens of the global batch over the seconds of the step."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -124,6 +125,7 @@ class Trainer:
 
     @property
     def num_parameters(self) -> int:
+        """Elements of all parameters; tied ones count once."""
         return self._engine.num_parameters
 
     def step(self, tokens: ArrayLike, targets: ArrayLike) -> StepStats:
@@ -182,7 +184,9 @@ class Trainer:
             stats = self._stats(raw, lr, time.perf_counter() - start)
             due = stats.step == steps or (validate_every > 0 and stats.step % validate_every == 0)
             if validation is not None and due:
-                stats = replace(stats, validation_loss=self.evaluate(validation, num_samples=validation_samples))
+                stats = replace(
+                    stats, validation_loss=self.evaluate(validation, num_samples=validation_samples)
+                )
             yield stats
 
     def evaluate(self, data: TokenDataset, *, num_samples: int | None = None) -> float:
@@ -236,7 +240,9 @@ class Trainer:
         array = np.ascontiguousarray(values, dtype=np.float32)
         shapes = {spec["name"]: spec["shape"] for spec in self.model.param_specs()}
         if name in shapes and array.shape != shapes[name]:
-            raise InvalidArgument(f"parameter {name!r} has shape {shapes[name]}; the values have {array.shape}")
+            raise InvalidArgument(
+                f"parameter {name!r} has shape {shapes[name]}; the values have {array.shape}"
+            )
         self._engine.write_param(name, array)
 
     def gradient(self, name: str) -> NDArray[np.float32]:
@@ -248,6 +254,7 @@ class Trainer:
         return self._engine.read_param(name, kind)
 
     def parameter_names(self) -> list[str]:
+        """The names of all parameters, in order."""
         return [spec["name"] for spec in self.model.param_specs()]
 
 

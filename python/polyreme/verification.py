@@ -149,7 +149,9 @@ _COMPARED = (
 )
 
 
-def _compare(reference: dict[str, Any], record: dict[str, Any], rank: int, key: str, what: str) -> Difference | None:
+def _compare(
+    reference: dict[str, Any], record: dict[str, Any], rank: int, key: str, what: str
+) -> Difference | None:
     expected, got = reference[key], record.get(key)
     if expected == got:
         return None

@@ -29,7 +29,9 @@ class Lanes:
 
     def __post_init__(self) -> None:
         if self.dp is not None and (not isinstance(self.dp, int) or self.dp < 1):
-            raise InvalidArgument(f"Lanes: dp={self.dp!r}; expected an integer, at least 1, or None for the size of dp")
+            raise InvalidArgument(
+                f"Lanes: dp={self.dp!r}; expected an integer, at least 1, or None for the size of dp"
+            )
 
 
 class World:
@@ -41,10 +43,12 @@ class World:
 
     @property
     def rank(self) -> int:
+        """This process among the ranks of the job, from 0."""
         return self._core.rank
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return self._core.size
 
     @property
@@ -134,12 +138,16 @@ class Mesh:
 
     AXES = ("pp", "dp", "cp", "ep", "tp")
 
-    def __init__(self, world: World, *, dp: int | None = None, pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1) -> None:
+    def __init__(
+        self, world: World, *, dp: int | None = None, pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1
+    ) -> None:
         for name, size in (("pp", pp), ("tp", tp), ("cp", cp), ("ep", ep)):
             if size < 1:
                 raise InvalidArgument(f"mesh axis {name}={size}; expected at least 1")
             if size > 1:
-                raise NotAvailable(f"mesh axis {name}={size}: this version has data parallelism only; use dp={world.size}")
+                raise NotAvailable(
+                    f"mesh axis {name}={size}: this version has data parallelism only; use dp={world.size}"
+                )
         sizes = {"pp": pp, "dp": world.size if dp is None else dp, "cp": cp, "ep": ep, "tp": tp}
         self.world = world
         self._core = _core.Mesh(world._core, [(name, sizes[name]) for name in self.AXES])

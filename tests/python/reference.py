@@ -29,12 +29,16 @@ def linear(params, name, x):
 
 
 def layer_norm(params, name, x):
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], params[f"{name}.weight"], params[f"{name}.bias"], 1e-5)
+    return torch.nn.functional.layer_norm(
+        x, x.shape[-1:], params[f"{name}.weight"], params[f"{name}.bias"], 1e-5
+    )
 
 
 def attention(qkv, heads):
     batch, seq, features = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-    q, k, v = (t.reshape(batch, seq, heads, features // heads).transpose(1, 2) for t in qkv.split(features, dim=-1))
+    q, k, v = (
+        t.reshape(batch, seq, heads, features // heads).transpose(1, 2) for t in qkv.split(features, dim=-1)
+    )
     scores = q @ k.transpose(-1, -2) / math.sqrt(features // heads)
     mask = torch.ones(seq, seq, dtype=torch.bool).triu(1)
     out = torch.softmax(scores.masked_fill(mask, -math.inf), dim=-1) @ v
@@ -65,4 +69,6 @@ def loss(params, model, tokens, targets):
 def relative_error(value, exact):
     """Norm of the difference over the norm of `exact`, in float64."""
     exact = np.asarray(exact, dtype=np.float64)
-    return float(np.linalg.norm(np.asarray(value, dtype=np.float64) - exact) / max(np.linalg.norm(exact), 1e-300))
+    return float(
+        np.linalg.norm(np.asarray(value, dtype=np.float64) - exact) / max(np.linalg.norm(exact), 1e-300)
+    )

@@ -55,7 +55,11 @@ def test_loss_gradients_and_ten_steps_against_float64(name):
             exact = losses[torch.float64]
             assert abs(stats.loss - exact) <= 2 * abs(losses[torch.float32] - exact) + 2e-7 * exact
             if step == 0:
-                check(trainer.gradient, {k: {n: p.grad for n, p in ps.items()} for k, ps in runs.items()}, "gradient")
+                check(
+                    trainer.gradient,
+                    {k: {n: p.grad for n, p in ps.items()} for k, ps in runs.items()},
+                    "gradient",
+                )
             for optimizer in optimizers.values():
                 optimizer.step()
         check(trainer.parameter, runs, "weight")
@@ -67,7 +71,9 @@ def test_loss_gradients_and_ten_steps_against_float64(name):
             ours = reference.relative_error(read(parameter), exact)
             # Half a unit in the last place, uniformly spread: nobody who stores fp32 can promise less.
             rounding = 2**-24 / 3**0.5
-            assert ours <= 2 * max(theirs, rounding), f"{what} {parameter}: {ours:.3g} against PyTorch's {theirs:.3g}"
+            assert ours <= 2 * max(theirs, rounding), (
+                f"{what} {parameter}: {ours:.3g} against PyTorch's {theirs:.3g}"
+            )
 
     run_ranks(1, run)
 
@@ -110,13 +116,19 @@ def test_clipping_scales_the_gradient_to_the_limit():
 
     def run(world):
         options = dict(global_batch=4, optimizer=pr.SGD(lr=1.0))
-        free, clipped = make_trainer(world, model, **options), make_trainer(world, model, clip_norm=0.01, **options)
+        free, clipped = (
+            make_trainer(world, model, **options),
+            make_trainer(world, model, clip_norm=0.01, **options),
+        )
         before = free.parameter("wte.weight")
         norm = free.step(tokens, targets).grad_norm
         assert clipped.step(tokens, targets).grad_norm == norm
         full, scaled = before - free.parameter("wte.weight"), before - clipped.parameter("wte.weight")
         np.testing.assert_allclose(scaled, full * (0.01 / norm), rtol=1e-3, atol=1e-8)
-        exact = sum(float((free.gradient(n).astype(np.float64) ** 2).sum()) for n in free.parameter_names()) ** 0.5
+        exact = (
+            sum(float((free.gradient(n).astype(np.float64) ** 2).sum()) for n in free.parameter_names())
+            ** 0.5
+        )
         assert norm == pytest.approx(exact, rel=1e-12)
 
     run_ranks(1, run)

@@ -17,7 +17,7 @@ MODEL = pr.models.GPT(**TINY)
 DATA = batches(4, 8, MODEL, ignored=0.1)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def one_rank(lanes, tied=True, dropout=0.0):
     model = pr.models.GPT(**TINY, tied=tied, dropout=dropout)
     return run_ranks(1, lambda world: train(world, DATA, model, lanes=pr.Lanes(dp=lanes), clip_norm=0.5))[0]

@@ -40,7 +40,8 @@ def test_equal_bits(tmp_path):
     done = verify(tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result["equal"] and result["steps"] == 4
+    assert result["equal"]
+    assert result["steps"] == 4
     assert [layout["layout"] for layout in result["layouts"]] == ["dp=2", "dp=4"]
 
 

@@ -38,7 +38,10 @@ StoreServer::StoreServer(FileDescriptor listener, std::string secret)
 }
 
 StoreServer::~StoreServer() {
-  if (getpid() != owner_pid_) return thread_.detach();  // a forked child has no such thread
+  if (getpid() != owner_pid_) {  // a forked child has no such thread
+    thread_.detach();
+    return;
+  }
   const Deadline last = Clock::now() + linger_;
   while (num_admitted_.load() > 0 && Clock::now() < last)
     std::this_thread::sleep_for(std::chrono::milliseconds(2));

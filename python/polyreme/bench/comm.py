@@ -49,7 +49,10 @@ def render_comm(result: dict[str, Any]) -> list[str]:
     """The result as a table for people."""
     rivals = [who for who in result["rows"][0]["seconds"] if who != "polyreme"]
     lines = [f"{result['ranks']} ranks over shared memory; memcpy {result['memcpy_gb_s']:.1f} GB/s one way"]
-    lines.append(f"{'operation':15} {'bytes':>10} {'us':>10} {'bus GB/s':>9}" + "".join(f" {w:>10} {'ratio':>6}" for w in rivals))
+    lines.append(
+        f"{'operation':15} {'bytes':>10} {'us':>10} {'bus GB/s':>9}"
+        + "".join(f" {w:>10} {'ratio':>6}" for w in rivals)
+    )
     for row in result["rows"]:
         line = f"{row['op']:15} {row['bytes']:10} {1e6 * row['seconds']['polyreme']:10.1f}"
         line += f" {row['bus_gb_s']['polyreme']:9.2f}"

@@ -34,7 +34,9 @@ def make_gloo(world: pr.World, rendezvous: str) -> Callable[[str, int], float]:
     except ImportError:
         raise NotAvailable("--against gloo: PyTorch is not installed; pip install torch") from None
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=world.rank, world_size=world.size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=world.rank, world_size=world.size
+    )
 
     def run(op: str, count: int) -> float:
         full, part = torch.ones(count), torch.ones(count // world.size)
@@ -78,6 +80,7 @@ def measure(world: pr.World, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Measures; rank 0 prints the result."""
     settings = json.loads(sys.argv[1])
     world = pr.init(num_threads=1)
     rows = measure(world, settings)

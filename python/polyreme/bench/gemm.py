@@ -29,7 +29,9 @@ def _operands(m: int, n: int, k: int, transpose_a: bool, transpose_b: bool) -> t
     return (a.T if transpose_a else a), (b.T if transpose_b else b)
 
 
-def _torch_rival(m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, threads: int) -> Callable[[], None]:
+def _torch_rival(
+    m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, threads: int
+) -> Callable[[], None]:
     try:
         import torch
     except ImportError:
@@ -44,7 +46,9 @@ def _torch_rival(m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, t
     return product
 
 
-def _numpy_rival(m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, threads: int) -> Callable[[], None]:
+def _numpy_rival(
+    m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, threads: int
+) -> Callable[[], None]:
     if threads != 1:
         raise NotAvailable("--against numpy: compare with --threads 1 and OPENBLAS_NUM_THREADS=1")
     a, b = _operands(m, n, k, transpose_a, transpose_b)
@@ -93,11 +97,19 @@ def bench_gemm(
                 times[who].append(_seconds(run))
         rate = {who: 2e-9 * m * n * k / statistics.median(values) for who, values in times.items()}
         ratio = {
-            who: statistics.median(theirs / ours for ours, theirs in zip(times["polyreme"], times[who], strict=True))
+            who: statistics.median(
+                theirs / ours for ours, theirs in zip(times["polyreme"], times[who], strict=True)
+            )
             for who in against
         }
         rows.append({"name": name, "m": m, "n": n, "k": k, "count": count, "gflops": rate, "ratio": ratio})
-    return {"device": world.device, "threads": threads, "repeats": repeats, "shapes": rows, **_summary(rows, against)}
+    return {
+        "device": world.device,
+        "threads": threads,
+        "repeats": repeats,
+        "shapes": rows,
+        **_summary(rows, against),
+    }
 
 
 def _summary(rows: list[dict[str, Any]], against: list[str]) -> dict[str, Any]:

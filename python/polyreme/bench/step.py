@@ -26,7 +26,12 @@ class _Worker:
     def __init__(self, name: str, settings: dict[str, Any], threads: int) -> None:
         self.name = name
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        command = [sys.executable, "-m", "polyreme.bench.step_worker", json.dumps({**settings, "contender": name})]
+        command = [
+            sys.executable,
+            "-m",
+            "polyreme.bench.step_worker",
+            json.dumps({**settings, "contender": name}),
+        ]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -56,7 +61,15 @@ class _Worker:
 
 
 def bench_step(
-    model: GPT, *, batch: int, micro_batch: int, threads: int, isa: str, steps: int, against: list[str], record: bool
+    model: GPT,
+    *,
+    batch: int,
+    micro_batch: int,
+    threads: int,
+    isa: str,
+    steps: int,
+    against: list[str],
+    record: bool,
 ) -> dict[str, Any]:
     """Medians over `steps` training steps after one warm-up, all contenders in turn.
 
@@ -114,7 +127,8 @@ def bench_step(
         "sgemm_gflops": gemm["weighted_gflops"],
         "runs": runs,
         "speed_ratio": {
-            name: statistics.median(t / o for o, t in zip(ours, runs[name]["seconds"], strict=True)) for name in against
+            name: statistics.median(t / o for o, t in zip(ours, runs[name]["seconds"], strict=True))
+            for name in against
         },
         "memory_ratio": {
             name: runs["polyreme"]["peak_rss_bytes"] / runs[name]["peak_rss_bytes"] for name in against
@@ -140,7 +154,9 @@ def render_step(result: dict[str, Any]) -> list[str]:
             f" {run['peak_rss_bytes'] / 2**30:5.2f} GiB {run['loss'][-1]:9.5f}"
         )
     for name, ratio in result["speed_ratio"].items():
-        lines.append(f"against {name}: {ratio:.2f} x the speed, {result['memory_ratio'][name]:.2f} x the memory")
+        lines.append(
+            f"against {name}: {ratio:.2f} x the speed, {result['memory_ratio'][name]:.2f} x the memory"
+        )
     ours = result["runs"]["polyreme"]
     breakdown = ours["breakdown_s"]
     total = sum(breakdown.values())

@@ -69,7 +69,9 @@ def make_polyreme(settings: dict[str, Any]) -> Contender:
     def finish() -> dict[str, Any]:
         breakdown: dict[str, float] = {}  # of the last step
         for span in world._core.spans():
-            breakdown[span["kind"]] = breakdown.get(span["kind"], 0.0) + 1e-9 * (span["end_ns"] - span["start_ns"])
+            breakdown[span["kind"]] = breakdown.get(span["kind"], 0.0) + 1e-9 * (
+                span["end_ns"] - span["start_ns"]
+            )
         return {
             "breakdown_s": breakdown,
             "spans": len(world._core.spans()),
@@ -84,6 +86,7 @@ def make_polyreme(settings: dict[str, Any]) -> Contender:
 def make_torch(settings: dict[str, Any]) -> Contender:
     """PyTorch eager, fused AdamW, gradients accumulated over the same micro-batches."""
     import torch
+
     from polyreme.bench.torch_gpt import TorchGPT, load_weights
     from polyreme.models import GPT
 
@@ -109,17 +112,20 @@ def make_torch(settings: dict[str, Any]) -> Contender:
     return step, lambda: {"device": f"torch {torch.__version__}, {torch.get_num_threads()} threads"}
 
 
-CONTENDERS: dict[str, Callable[[dict[str, Any]], Contender]] = {"polyreme": make_polyreme, "torch": make_torch}
+CONTENDERS: dict[str, Callable[[dict[str, Any]], Contender]] = {
+    "polyreme": make_polyreme,
+    "torch": make_torch,
+}
 
 
 def main() -> None:
+    """Answers commands until "finish" or the end of the input."""
     settings = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints must not mix with the answers
     step, finish = CONTENDERS[settings["contender"]](settings)
     print(json.dumps({"ready": True}), file=answers)
-    index = 0
-    for line in sys.stdin:
+    for index, line in enumerate(sys.stdin):
         if json.loads(line)["do"] == "finish":
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             print(json.dumps({"peak_rss_bytes": peak, **finish()}), file=answers)
@@ -127,7 +133,6 @@ def main() -> None:
         start = time.perf_counter()
         loss = step(index)
         print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss}), file=answers)
-        index += 1
 
 
 if __name__ == "__main__":

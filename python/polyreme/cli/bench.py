@@ -18,24 +18,43 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     comm = kinds.add_parser("comm", help="collectives between processes of this host")
     comm.add_argument("--ranks", type=int, default=2, metavar="N", help="(default 2)")
     comm.add_argument(
-        "--sizes", default="4,1024,65536,1048576,16777216,67108864", metavar="LIST", help="bytes of the payload"
+        "--sizes",
+        default="4,1024,65536,1048576,16777216,67108864",
+        metavar="LIST",
+        help="bytes of the payload",
     )
-    comm.add_argument("--repeats", type=int, default=5, metavar="N", help="five times that up to 1 MiB (default 5)")
+    comm.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="five times that up to 1 MiB (default 5)"
+    )
     comm.add_argument("--against", default="", metavar="LIST", help="gloo (through PyTorch)")
     comm.add_argument("--json", action="store_true", help="print the result as JSON")
     for each in (gemm, step):
         size = each.add_argument_group("model")
-        for name, default in (("layers", 6), ("hidden", 768), ("heads", 12), ("vocab", 50304), ("seq-len", 1024)):
-            size.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"(default {default})")
-        each.add_argument("--threads", type=int, default=1, metavar="N", help="of every contender (default 1)")
+        for name, default in (
+            ("layers", 6),
+            ("hidden", 768),
+            ("heads", 12),
+            ("vocab", 50304),
+            ("seq-len", 1024),
+        ):
+            size.add_argument(
+                f"--{name}", type=int, default=default, metavar="N", help=f"(default {default})"
+            )
+        each.add_argument(
+            "--threads", type=int, default=1, metavar="N", help="of every contender (default 1)"
+        )
         each.add_argument("--isa", default="auto", help="auto, avx2 or avx512 (default auto)")
         each.add_argument("--json", action="store_true", help="print the result as JSON")
     gemm.add_argument("--batch", type=int, default=1, metavar="N", help="samples (default 1)")
     gemm.add_argument("--repeats", type=int, default=5, metavar="N", help="runs, in turn (default 5)")
     gemm.add_argument("--against", default="", metavar="LIST", help="torch,numpy")
     step.add_argument("--batch", type=int, default=2, metavar="N", help="samples of a step (default 2)")
-    step.add_argument("--micro-batch", type=int, metavar="N", help="samples of a forward pass (default: batch)")
-    step.add_argument("--steps", type=int, default=3, metavar="N", help="after one warm-up, in turn (default 3)")
+    step.add_argument(
+        "--micro-batch", type=int, metavar="N", help="samples of a forward pass (default: batch)"
+    )
+    step.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="after one warm-up, in turn (default 3)"
+    )
     step.add_argument("--against", default="", metavar="LIST", help="torch")
     step.add_argument("--no-record", action="store_true", help="without the recorder: no breakdown")
 
@@ -67,7 +86,9 @@ def _model(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from polyreme.bench.step import bench_step, render_step
     from polyreme.models import GPT
 
-    model = GPT(layers=args.layers, hidden=args.hidden, heads=args.heads, vocab=args.vocab, seq_len=args.seq_len)
+    model = GPT(
+        layers=args.layers, hidden=args.hidden, heads=args.heads, vocab=args.vocab, seq_len=args.seq_len
+    )
     against = _names(args.against)
     if args.kind == "gemm":
         result = bench_gemm(

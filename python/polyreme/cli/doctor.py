@@ -36,7 +36,9 @@ def examine() -> dict[str, Any]:
     backends = {
         "cpu": {
             "usable": bool(isas),
-            "text": f"levels {', '.join(isas)}; fp32 bits are equal on both" if isas else "needs AVX2 and FMA",
+            "text": f"levels {', '.join(isas)}; fp32 bits are equal on both"
+            if isas
+            else "needs AVX2 and FMA",
         },
         "cuda": {
             "usable": False,
@@ -112,5 +114,7 @@ def render(report: dict[str, Any]) -> list[str]:
     for row in report["promise"]:
         lines += [f"  {row['backend']}: {row['equal']}", f"    seen: {row['seen']}"]
     if not report["can_train"]:
-        lines.append("This machine cannot train: its CPU lacks AVX2 and FMA. Use an x86-64 CPU of 2013 or later.")
+        lines.append(
+            "This machine cannot train: its CPU lacks AVX2 and FMA. Use an x86-64 CPU of 2013 or later."
+        )
     return lines

@@ -31,9 +31,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--layouts", default="dp=2", metavar="LIST", help="separated by spaces, such as 'dp=2 dp=4' (default dp=2)"
+        "--layouts",
+        default="dp=2",
+        metavar="LIST",
+        help="separated by spaces, such as 'dp=2 dp=4' (default dp=2)",
     )
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps of each run (default 3)")
+    parser.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="optimizer steps of each run (default 3)"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("command_line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -44,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if not command or args.steps < 1:
-        raise UsageError("verify: give a script and at least 1 step, as in: polyreme verify --steps 3 script.py")
+        raise UsageError(
+            "verify: give a script and at least 1 step, as in: polyreme verify --steps 3 script.py"
+        )
     layouts = {text: _num_ranks(text) for text in args.layouts.split()}
     results = []
     with tempfile.TemporaryDirectory(prefix="polyreme-verify-") as folder:
@@ -53,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
         for layout, num_ranks in layouts.items():
             records = read_records(_execute(command, num_ranks, args.steps, folder), num_ranks)
             difference = first_difference(expected, records)
-            results.append({"layout": layout, "equal": difference is None, "difference": str(difference or "")})
+            results.append(
+                {"layout": layout, "equal": difference is None, "difference": str(difference or "")}
+            )
             _say(args, f"{layout}: {'equal bits' if difference is None else difference}")
     equal = all(result["equal"] for result in results)
     if args.json:
@@ -84,7 +93,9 @@ def _execute(command: list[str], num_ranks: int, steps: int, folder: str) -> str
     )
     if done.returncode != 0:
         tail = "\n".join(done.stdout.splitlines()[-30:])
-        raise UsageError(f"verify: the script ended with exit code {done.returncode} on {num_ranks} rank(s):\n{tail}")
+        raise UsageError(
+            f"verify: the script ended with exit code {done.returncode} on {num_ranks} rank(s):\n{tail}"
+        )
     return records
 
 

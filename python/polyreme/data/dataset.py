@@ -38,10 +38,12 @@ class TokenDataset:
 
     @property
     def path(self) -> str:
+        """The token file."""
         return self._core.path
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of this range of the file."""
         return self._core.num_tokens
 
     @property

@@ -11,9 +11,9 @@ import fnmatch
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 from .token_file import TokenFileError, TokenFileInfo, write_tokens
 

@@ -8,9 +8,8 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Callable
 
 from .sink import Sink, TerminalSink
 from .streams import RankStream

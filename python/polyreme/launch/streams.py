@@ -8,7 +8,7 @@ import pty
 import struct
 import termios
 from collections import deque
-from typing import Callable
+from collections.abc import Callable
 
 from .output import LineSplitter, mark_line
 from .sink import Sink

@@ -2,8 +2,8 @@
 
 #include <atomic>
 
-#include "conformance.h"
-#include "rank_threads.h"
+#include "comm/conformance.h"
+#include "comm/rank_threads.h"
 
 namespace polyreme {
 namespace {

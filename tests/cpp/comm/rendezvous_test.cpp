@@ -6,8 +6,8 @@
 #include <atomic>
 #include <mutex>
 
+#include "comm/rank_threads.h"
 #include "comm/tcp_store.h"
-#include "rank_threads.h"
 
 namespace polyreme {
 namespace {

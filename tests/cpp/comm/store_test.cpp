@@ -7,11 +7,11 @@
 #include <random>
 
 #include "base/error.h"
+#include "comm/rank_threads.h"
 #include "comm/tcp_store.h"
 #include "comm/tcp_store/sha256.h"
 #include "comm/tcp_store/socket.h"
 #include "comm/tcp_store/wire.h"
-#include "rank_threads.h"
 
 namespace polyreme {
 namespace {

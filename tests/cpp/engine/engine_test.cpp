@@ -84,9 +84,13 @@ TEST(Engine, NoLayoutChangesABit) {
   EXPECT_NE(one.losses[0], one.losses[2]);
   for (const int64_t micro_batch : {1, 3, 64})
     expect_same(train_tiny(1, tiny_options(4, micro_batch)), one, "cut");
-  for (const int ranks : {2, 4}) {
-    expect_same(train_tiny(ranks, tiny_options(4, 1)), one, concat(ranks, " ranks"));
-    expect_same(train_tiny(ranks, tiny_options(4, 2)), one, concat(ranks, " ranks"));
+  for (const int zero : {0, 1}) {
+    EngineOptions options = tiny_options(4, 1);
+    options.zero_stage = zero;
+    for (const int ranks : {1, 2, 4}) {
+      options.micro_batch = ranks == 2 ? 2 : 1;
+      expect_same(train_tiny(ranks, options), one, concat(ranks, " ranks, zero=", zero));
+    }
   }
   expect_same(train_tiny(2, tiny_options(4, 2), {.num_threads = 2}), one, "two threads each");
   expect_same(train_tiny(1, tiny_options(4, 2), {.isa = "avx2"}), one, "avx2");
@@ -98,17 +102,19 @@ TEST(Engine, NoLayoutChangesABit) {
 }
 
 TEST(Engine, ThreeRanksWithALaneEach) {
-  EngineOptions options = tiny_options(0, 1);
-  options.global_batch = 6;
-  std::vector<std::vector<float>> weights(3);
-  run_ranks(3, {}, [&](World& world) {
-    EngineRig rig(world, build_gpt(tiny_config()), options);
-    EXPECT_EQ(rig.engine.options().lanes_dp, 3);
-    rig.step(part_of(tiny_batch(1), 0, 6), kLr);
-    weights[static_cast<size_t>(world.rank())] = rig.read("weight");
-  });
-  expect_same_bits(weights[1], weights[0]);
-  expect_same_bits(weights[2], weights[0]);
+  std::vector<std::vector<float>> weights(6);
+  for (const int zero : {0, 1}) {
+    EngineOptions options = tiny_options(0, 1);
+    options.global_batch = 6;
+    options.zero_stage = zero;
+    run_ranks(3, {}, [&](World& world) {
+      EngineRig rig(world, build_gpt(tiny_config()), options);
+      EXPECT_EQ(rig.engine.options().lanes_dp, 3);
+      rig.step(part_of(tiny_batch(1), 0, 6), kLr);
+      weights[static_cast<size_t>(3 * zero + world.rank())] = rig.read("weight");
+    });
+  }
+  for (const std::vector<float>& other : weights) expect_same_bits(other, weights[0]);
 }
 
 TEST(Engine, EveryScheduleOfTheDeferredDeviceHasTheBitsOfTheImmediateOne) {
@@ -116,16 +122,18 @@ TEST(Engine, EveryScheduleOfTheDeferredDeviceHasTheBitsOfTheImmediateOne) {
     GptConfig config = tiny_config();
     config.tied = tied;
     const Trace immediate = train_tiny(1, tiny_options(4, 1), {}, config);
-    for (uint64_t seed = 0; seed < 20; ++seed)
+    for (uint64_t seed = 0; seed < (tied ? 20 : 3); ++seed)
       expect_same(train_tiny(1, tiny_options(4, 1),
                              {.executor = CpuExecutor::kDeferred, .schedule_seed = seed}, config),
                   immediate, concat("schedule ", seed));
   }
   const Trace immediate = train_tiny(1, tiny_options(4, 2));
-  for (uint64_t seed = 0; seed < 5; ++seed)
-    expect_same(
-        train_tiny(2, tiny_options(4, 2), {.executor = CpuExecutor::kDeferred, .schedule_seed = seed}),
-        immediate, concat("two ranks, schedule ", seed));
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    EngineOptions options = tiny_options(4, 2);
+    options.zero_stage = static_cast<int>(seed % 2);
+    expect_same(train_tiny(2, options, {.executor = CpuExecutor::kDeferred, .schedule_seed = seed}),
+                immediate, concat("two ranks, schedule ", seed));
+  }
 }
 
 TEST(Engine, TheLossIsTheMeanOverValidTokens) {
@@ -160,16 +168,21 @@ EngineOptions linear_options(int64_t samples, int64_t micro_batch) {
   return options;
 }
 
-// One step of the linear model, w = 1, on `ranks` ranks: all report this loss and gradient.
+// One step of the linear model, w = 1, on `ranks` ranks in every ZeRO stage: all report this loss and
+// gradient.
 void expect_linear(int ranks, int64_t micro_batch, const HostBatch& batch, double loss, float gradient) {
-  run_ranks(ranks, {}, [&](World& world) {
-    EngineRig rig(world, linear_model(batch.seq_len), linear_options(batch.num_samples, micro_batch));
-    const StepStats stats = rig.step(batch, 0.5);
-    EXPECT_EQ(stats.loss, loss);
-    EXPECT_EQ(stats.grad_norm, static_cast<double>(gradient));
-    EXPECT_EQ(rig.read("grad"), std::vector<float>{gradient});
-    EXPECT_EQ(rig.read("weight"), std::vector<float>{1.0f - 0.5f * gradient});
-  });
+  for (const int zero : {0, 1}) {
+    run_ranks(ranks, {}, [&](World& world) {
+      EngineOptions options = linear_options(batch.num_samples, micro_batch);
+      options.zero_stage = zero;
+      EngineRig rig(world, linear_model(batch.seq_len), options);
+      const StepStats stats = rig.step(batch, 0.5);
+      EXPECT_EQ(stats.loss, loss);
+      EXPECT_EQ(stats.grad_norm, static_cast<double>(gradient));
+      EXPECT_EQ(rig.read("grad"), std::vector<float>{gradient});
+      EXPECT_EQ(rig.read("weight"), std::vector<float>{1.0f - 0.5f * gradient});
+    });
+  }
 }
 
 TEST(Engine, OGa01TokenMeanOverTheWholeWindow) {
@@ -203,7 +216,8 @@ TEST(Engine, OGa03ARankWithoutAValidToken) {
     std::vector<StepStats> stats;
     std::vector<std::vector<float>> weights, grads;
   };
-  const auto train = [&](int ranks) {
+  const auto train = [&](int ranks, int zero) {
+    options.zero_stage = zero;
     std::vector<Record> records(static_cast<size_t>(ranks));
     run_ranks(ranks, {}, [&](World& world) {
       EngineRig rig(world, build_gpt(config), options);
@@ -217,12 +231,14 @@ TEST(Engine, OGa03ARankWithoutAValidToken) {
     });
     return records;
   };
-  const Record one = train(1)[0];
-  for (const Record& record : train(2)) {
-    for (size_t step = 0; step < 3; ++step) {
-      EXPECT_EQ(record.stats[step].loss, one.stats[step].loss);
-      EXPECT_EQ(record.stats[step].grad_norm, one.stats[step].grad_norm);
-      expect_same_bits(record.weights[step], one.weights[step]);
+  const Record one = train(1, 0)[0];
+  for (const int zero : {0, 1}) {
+    for (const Record& record : train(2, zero)) {
+      for (size_t step = 0; step < 3; ++step) {
+        EXPECT_EQ(record.stats[step].loss, one.stats[step].loss);
+        EXPECT_EQ(record.stats[step].grad_norm, one.stats[step].grad_norm);
+        expect_same_bits(record.weights[step], one.weights[step]);
+      }
     }
   }
   EXPECT_EQ(one.stats[1].loss, 0.0);
@@ -302,9 +318,11 @@ TEST(Engine, OCl04TheNormIsOfTheMeanGradient) {
 // ---- what is not finite ----
 
 TEST(Engine, ANanWeightIsNamedAndNothingChanges) {
-  for (const int ranks : {1, 2}) {
+  for (const auto& [ranks, zero] : {std::pair{1, 0}, {2, 0}, {2, 1}}) {
+    EngineOptions options = tiny_options(2, 2);
+    options.zero_stage = zero;
     run_ranks(ranks, {}, [&](World& world) {
-      EngineRig rig(world, build_gpt(tiny_config()), tiny_options(2, 2));
+      EngineRig rig(world, build_gpt(tiny_config()), options);
       EngineRig undisturbed(world, build_gpt(tiny_config()), tiny_options(2, 2));
       rig.step(tiny_batch(1), kLr);
       undisturbed.step(tiny_batch(1), kLr);
@@ -340,9 +358,11 @@ TEST(Engine, AGradientThatOverflowsIsNamed) {
 
 // The loss overflows (1e30 * 1e10), its gradient (1e10) does not.
 TEST(Engine, ALossThatOverflowsUpdatesNothing) {
-  for (const int ranks : {1, 2}) {
+  for (const auto& [ranks, zero] : {std::pair{1, 0}, {2, 0}, {2, 1}}) {
+    EngineOptions options = linear_options(2, 1);
+    options.zero_stage = zero;
     run_ranks(ranks, {}, [&](World& world) {
-      EngineRig rig(world, linear_model(1, 1e10f), linear_options(2, 1));
+      EngineRig rig(world, linear_model(1, 1e10f), options);
       for (const float weight : {1e30f, -1e30f}) {
         rig.engine.write_param("w", {weight});
         const std::string text = error_text<NumericError>([&] {
@@ -544,6 +564,11 @@ TEST(Engine, OptionsThatDoNotFitAreNamed) {
   expect_parts(text(1, [](auto& o) { o.clip_norm = -1; }), {"clip_norm=-1"});
   expect_parts(text(1, [](auto& o) { o.clip_norm = kNan; }), {"clip_norm=nan"});
   expect_parts(text(1, [](auto& o) { o.optimizer.weight_decay = {0.1}; }), {"weight_decay has 1"});
+  run_ranks(1, {}, [](World& world) {
+    EngineOptions options = tiny_options(0, 2);
+    options.zero_stage = 4;
+    expect_parts(error_text<Error>([&] { EngineRig(world, build_gpt(tiny_config()), options); }), {"zero=4"});
+  });
 }
 
 TEST(Engine, BatchesThatDoNotFitAreRefusedBeforeAnythingRuns) {

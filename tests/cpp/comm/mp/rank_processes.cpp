@@ -1,4 +1,4 @@
-#include "mp/rank_processes.h"
+#include "comm/mp/rank_processes.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -12,8 +12,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "comm/rank_threads.h"
 #include "comm/tcp_store.h"
-#include "rank_threads.h"
 
 namespace polyreme {
 namespace {

@@ -3,15 +3,16 @@
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
 
+#include "comm/conformance.h"
 #include "comm/factory.h"
-#include "conformance.h"
-#include "mp/rank_processes.h"
-#include "rank_threads.h"
+#include "comm/mp/rank_processes.h"
+#include "comm/rank_threads.h"
 
 namespace polyreme {
 namespace {
@@ -169,6 +170,20 @@ TEST(ShmFault, ARankThatDiesDuringSplitBreaksTheParent) {
   });
   for (const int r : {0, 1, 2})
     expect_text(results[static_cast<size_t>(r)].outcome, "PeerLost", {"split", "rank 3 (host "});
+}
+
+TEST(ShmFault, AForkedChildThatIsTornDownTakesNobodyOut) {
+  RankProcesses ranks(2, [&](RankProcesses& self, Store& store, int rank) {
+    auto comm = make_shm_communicator(store, rank, 2, self.job_id(), small_chunks());
+    const pid_t child = fork();
+    if (child == 0) {
+      comm.reset();
+      _exit(0);
+    }
+    waitpid(child, nullptr, 0);
+    comm->barrier(seconds(20));
+  });
+  for (const RankResult& result : ranks.wait(kHung)) EXPECT_EQ(result.outcome, "ok");
 }
 
 TEST(ShmFault, TooLittleSharedMemoryIsSaidAtOnce) {

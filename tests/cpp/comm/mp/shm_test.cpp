@@ -2,10 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include "comm/conformance.h"
 #include "comm/factory.h"
-#include "conformance.h"
-#include "mp/rank_processes.h"
-#include "rank_threads.h"
+#include "comm/mp/rank_processes.h"
+#include "comm/rank_threads.h"
 
 namespace polyreme {
 namespace {
