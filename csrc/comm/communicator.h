@@ -73,8 +73,8 @@ class Communicator {
   // cannot be had, throws OutOfMemory on every rank, and this group stays usable; after any other
   // error it does not.
   virtual std::unique_ptr<Communicator> split(int color, int key, const std::string& name) = 0;
-  // Marks the group broken on every rank that can be reached: their calls throw PeerLost with
-  // `reason`. From any thread. Without effect on a group that is broken already.
+  // Marks the group, and those that were split from it, broken on every rank that can be reached: their
+  // calls throw PeerLost with `reason`. From any thread. Without effect on a group that is broken already.
   virtual void abort(const std::string& reason) noexcept = 0;
 };
 

@@ -23,6 +23,10 @@ constexpr auto kLookInterval = std::chrono::milliseconds(50);
 // Two ranks killed together are both named: the second has this long to be found.
 constexpr auto kSecondLook = std::chrono::milliseconds(20);
 
+// A rank that left is given this long to end as a process before the others say so: whoever watches the
+// processes then sees the cause end first, and the consequences after it.
+constexpr auto kTimeToEnd = std::chrono::milliseconds(300);
+
 // Steps before a waiting rank sleeps. Measured on 2 cores: with a core per rank spinning answers in
 // 0.1-0.4 us; with more ranks than cores it only keeps the awaited rank from running.
 struct WaitingPolicy {
@@ -230,10 +234,19 @@ void SharedGroup::look_for_departed() {
     // In this order: a rank that came to this meeting and left afterwards is not missed.
     if (block(r).departed.load(std::memory_order_acquire) == 0) continue;
     if (block(r).arrived.load(std::memory_order_relaxed) >= meetings_) continue;
+    let_end(r);
     fail_and_throw(FailureKind::kPeerLost,
                    concat(who(r), " left the group after ", mark_text(block(r).completed), ": ",
                           block(r).departure_text));
   }
+}
+
+void SharedGroup::let_end(int rank) const {
+  const ProcessIdentity process = identity(rank).process;
+  if (process.pid == self_.pid) return;  // a thread of ours
+  const Clock::time_point deadline = Clock::now() + kTimeToEnd;
+  while (!has_ended(process, self_) && Clock::now() < deadline)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
 }
 
 std::vector<int> SharedGroup::dead_among(const std::vector<int>& ranks) const {
@@ -302,6 +315,19 @@ void SharedGroup::fail(FailureKind kind, const std::string& text) noexcept {
   copy_text(shared.failure_text, sizeof(shared.failure_text), text);
   shared.failure_state.store(2, std::memory_order_release);
   wake_all();
+}
+
+void SharedGroup::abort(const std::string& text) noexcept {
+  fail(FailureKind::kPeerLost, text);
+  const std::lock_guard lock(subgroups_mutex_);
+  for (const std::weak_ptr<SharedGroup>& subgroup : subgroups_)
+    if (const auto alive = subgroup.lock()) alive->abort(text);
+}
+
+void SharedGroup::add_subgroup(const std::shared_ptr<SharedGroup>& subgroup) {
+  const std::lock_guard lock(subgroups_mutex_);
+  std::erase_if(subgroups_, [](const std::weak_ptr<SharedGroup>& each) { return each.expired(); });
+  subgroups_.push_back(subgroup);
 }
 
 void SharedGroup::throw_if_failed() const {

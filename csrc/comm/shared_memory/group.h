@@ -3,6 +3,7 @@
 #include <chrono>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -82,6 +83,9 @@ class SharedGroup {
 
   // Breaks the group for all ranks unless it is broken already. From any thread.
   void fail(FailureKind kind, const std::string& text) noexcept;
+  // The same for this group and those that were split from it.
+  void abort(const std::string& text) noexcept;
+  void add_subgroup(const std::shared_ptr<SharedGroup>& subgroup);
   void throw_if_failed() const;
   // Takes this rank out; the others fail when they need it, at once if it owes them a call. Once.
   void leave(const std::string& why) noexcept;
@@ -107,6 +111,7 @@ class SharedGroup {
   void look_for_departed();
   void look_for_dead();
   void time_out();
+  void let_end(int rank) const;
   std::vector<int> dead_among(const std::vector<int>& ranks) const;
   [[noreturn]] void throw_failure() const;
   [[noreturn]] void fail_and_throw(FailureKind kind, const std::string& text);
@@ -123,6 +128,8 @@ class SharedGroup {
   ProcessIdentity self_;
   bool oversubscribed_ = false;
   std::atomic<bool> left_{false};
+  std::mutex subgroups_mutex_;
+  std::vector<std::weak_ptr<SharedGroup>> subgroups_;
 
   uint64_t meetings_ = 0;
   CollectiveCall call_;

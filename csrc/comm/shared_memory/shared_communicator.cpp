@@ -209,9 +209,9 @@ void SharedCommunicator::attach() {
 
 void SharedCommunicator::abort(const std::string& reason) noexcept {
   try {
-    group_->fail(FailureKind::kPeerLost, concat(group_->who(rank()), " aborted the group: ", reason));
+    group_->abort(concat(group_->who(rank()), " aborted the group: ", reason));
   } catch (const std::exception&) {
-    group_->fail(FailureKind::kPeerLost, "a rank aborted the group");  // out of memory for the text
+    group_->abort("a rank aborted the group");  // out of memory for the text
   }
 }
 

@@ -149,6 +149,7 @@ std::unique_ptr<Communicator> SharedCommunicator::join_child(const std::string& 
   auto child_group = std::make_shared<SharedGroup>(
       source_->attach(segment_name), child_rank, size, chunk_bytes_,
       SharedGroup::Options{name, group_->options().timeout, group_->oversubscribed()});
+  group_->add_subgroup(child_group);
   auto child = std::make_unique<SharedCommunicator>(std::move(child_group), source_, order_, chunk_bytes_);
   child->attach();
   return child;

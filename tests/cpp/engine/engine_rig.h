@@ -114,4 +114,42 @@ struct EngineRig {
   }
 };
 
+// A GPT that trains in milliseconds, with dropout.
+inline constexpr int64_t kSeq = 6, kVocab = 13, kBatch = 8;
+inline constexpr double kLr = 0.05;
+
+inline GptConfig tiny_config() {
+  return {.layers = 2,
+          .hidden = 8,
+          .heads = 2,
+          .vocab = kVocab,
+          .seq_len = kSeq,
+          .dropout = 0.1f,
+          .init_std = 0.3};
+}
+
+inline EngineOptions tiny_options(int64_t lanes, int64_t micro_batch) {
+  EngineOptions options{
+      .global_batch = kBatch, .micro_batch = micro_batch, .lanes_dp = lanes, .seed = 5, .clip_norm = 0.5};
+  return options;
+}
+
+// Random tokens; every fifth target is ignored.
+inline HostBatch tiny_batch(uint32_t seed) {
+  HostBatch batch{.num_samples = kBatch, .seq_len = kSeq};
+  std::mt19937 generator(seed);
+  for (int64_t i = 0; i < kBatch * kSeq; ++i) {
+    batch.tokens.push_back(static_cast<int32_t>(generator() % kVocab));
+    batch.targets.push_back(i % 5 == 3 ? kIgnoreIndex : static_cast<int32_t>(generator() % kVocab));
+  }
+  return batch;
+}
+
+// SGD on the linear model, without clipping.
+inline EngineOptions linear_options(int64_t samples, int64_t micro_batch) {
+  EngineOptions options{.global_batch = samples, .micro_batch = micro_batch};
+  options.optimizer.rule = "sgd";
+  return options;
+}
+
 }  // namespace polyreme::testing

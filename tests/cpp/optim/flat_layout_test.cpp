@@ -58,7 +58,8 @@ TEST(FlatLayout, PaddedParametersTakeTheirPaddedShape) {
   Rig rig;
   const FlatLayout layout(specs);
   EXPECT_EQ(layout.num_parameters(), 32);
-  EXPECT_EQ(layout.view(rig.upload(std::vector<float>(FlatLayout::kAlignment, 1.0f)), 0).shape(), (Shape{16, 2}));
+  EXPECT_EQ(layout.view(rig.upload(std::vector<float>(FlatLayout::kAlignment, 1.0f)), 0).shape(),
+            (Shape{16, 2}));
 }
 
 TEST(FlatLayout, ShardsAreEqualAndCutAtBlocksOfTheNorm) {
