@@ -1,6 +1,7 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "ops/ops.h"
@@ -114,16 +115,32 @@ HostBatch Engine::read_samples(const TokenDataset& data, int64_t count,
   return batch;
 }
 
-int64_t Engine::sum_over_dp(int64_t value) {
-  if (dp_.size() == 1) return value;
-  int64_t total = 0;
-  const WaitAtExit wait(*stream_);
-  const Tensor sum = empty(device_, DType::kI64, {1}, "count");
-  copy_from_host(*stream_, &value, sum);
-  dp_.all_reduce(sum, ReduceOp::kSum, *stream_)->wait_on(*stream_);
-  copy_to_host(*stream_, sum, &total);
-  stream_->synchronize();
-  return total;
+int64_t Engine::agree_on_batch(const HostBatch& batch, double lr, std::exception_ptr refusal) {
+  try {
+    if (!refusal) {
+      check_batch(batch, local_batch(), /*needs_targets=*/true);
+      require(std::isfinite(static_cast<float>(lr)) && lr >= 0, "learning rate ", lr,
+              "; expected a finite number (in fp32), 0 or more");
+    }
+  } catch (const InvalidArgument&) {
+    refusal = std::current_exception();
+  }
+  // Equal lengths are those whose sum of squares is the least that their sum allows.
+  std::array<int64_t, 4> facts = {count_valid(batch), refusal ? 1 : 0, batch.seq_len, batch.seq_len * batch.seq_len};
+  if (dp_.size() > 1) {
+    const WaitAtExit wait(*stream_);
+    const Tensor sums = empty(device_, DType::kI64, {facts.size()}, "batch facts");
+    copy_from_host(*stream_, facts.data(), sums);
+    dp_.all_reduce(sums, ReduceOp::kSum, *stream_)->wait_on(*stream_);
+    copy_to_host(*stream_, sums, facts.data());
+    stream_->synchronize();
+  }
+  if (refusal) std::rethrow_exception(refusal);
+  const auto [valid, refused, length, square] = facts;
+  require(refused == 0, "the batch of ", refused, " other rank(s) was refused; their errors say why. Nothing was done");
+  require(length * length == square * dp_.size(), "the ranks' batches differ in seq_len; this rank has ", batch.seq_len,
+          ". Give every rank samples of one length");
+  return valid;
 }
 
 Engine::DeviceBatch Engine::upload(const HostBatch& batch) {
@@ -202,11 +219,10 @@ double Engine::read_sum(const Tensor& limbs) {
   return ExactSum(values).value();
 }
 
-StepStats Engine::train_step(const HostBatch& batch, double lr) {
-  check_batch(batch, local_batch(), /*needs_targets=*/true);
-  require(std::isfinite(static_cast<float>(lr)) && lr >= 0, "learning rate ", lr,
-          "; expected a finite number (in fp32), 0 or more");
-  const int64_t valid = sum_over_dp(count_valid(batch));
+StepStats Engine::train_step(const HostBatch& batch, double lr) { return train_step(batch, lr, nullptr); }
+
+StepStats Engine::train_step(const HostBatch& batch, double lr, std::exception_ptr refusal) {
+  const int64_t valid = agree_on_batch(batch, lr, std::move(refusal));
   const WaitAtExit wait(*stream_);
   const DeviceBatch on_device = upload(batch);
   zero_limbs(*stream_, loss_sum_);
@@ -236,7 +252,14 @@ StepStats Engine::train_step(const TokenDataset& data, const SampleOrder& order,
           " samples; '", data.path(), "' has ", data.num_samples(model_.max_seq_len), " of ",
           model_.max_seq_len, " tokens");
   const int64_t first = step * options_.global_batch + dp_rank_ * local_batch();
-  return train_step(read_samples(data, local_batch(), [&](int64_t i) { return order(first + i); }), lr);
+  HostBatch batch;
+  std::exception_ptr refusal;
+  try {
+    batch = read_samples(data, local_batch(), [&](int64_t i) { return order(first + i); });
+  } catch (const InvalidArgument&) {  // a token outside the vocabulary
+    refusal = std::current_exception();
+  }
+  return train_step(batch, lr, std::move(refusal));
 }
 
 StepStats Engine::evaluate(const TokenDataset& data, int64_t first, int64_t num_samples) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -49,8 +50,9 @@ class Engine {
   Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& options);
 
   // One optimizer step. `batch` has this rank's samples: the global batch cut evenly over dp, in
-  // order. Throws InvalidArgument before anything runs, NumericError (on every rank, naming the first
-  // bad parameter) with weights and optimizer as before if the gradient or the loss is not finite.
+  // order. Throws on every rank alike: InvalidArgument before anything runs, if one rank's batch is bad;
+  // NumericError, naming the first bad parameter, with weights and optimizer as before, if the gradient or
+  // the loss is not finite.
   StepStats train_step(const HostBatch& batch, double lr);
   // The same with samples [step * global_batch, (step + 1) * global_batch) of the order.
   StepStats train_step(const TokenDataset& data, const SampleOrder& order, int64_t step, double lr);
@@ -77,7 +79,10 @@ class Engine {
   void init_weights();
   void check_batch(const HostBatch& batch, int64_t num_samples, bool needs_targets) const;
   HostBatch read_samples(const TokenDataset& data, int64_t count, const std::function<int64_t(int64_t)>& sample) const;
-  int64_t sum_over_dp(int64_t value);
+  // `refusal`: why this rank has no batch, or null.
+  StepStats train_step(const HostBatch& batch, double lr, std::exception_ptr refusal);
+  // Checks the batches of all ranks together: all throw, or none. Returns the valid tokens of the global batch.
+  int64_t agree_on_batch(const HostBatch& batch, double lr, std::exception_ptr refusal);
   DeviceBatch upload(const HostBatch& batch);
   Context make_context(const DeviceBatch& batch, int64_t begin, int64_t end, int64_t first_sample, bool training) const;
   Tensor run_forward(const Context& context, size_t num_layers, std::vector<Saved>* saved) const;

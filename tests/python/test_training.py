@@ -397,3 +397,30 @@ def test_objects_may_go_in_any_order():
     assert trainer.step(*batches(1, 8, MODEL)[0]).step == 1
     core = _core.Mesh(alone()._core, [("dp", 1)])
     assert core.size("dp") == 1
+
+
+@pytest.mark.parametrize("bad", ["a token outside the vocabulary", "another length"])
+def test_a_bad_batch_on_one_rank_is_refused_on_all_and_training_goes_on(bad):
+    model = pr.models.GPT(**TINY)
+    tokens, targets = batches(1, 4, model)[0]
+
+    def run(world):
+        trainer = make_trainer(world, model, global_batch=4)
+        before = fingerprint(trainer)
+        mine, wanted = local_part(world, tokens).copy(), local_part(world, targets)
+        if world.rank == 1 and bad == "another length":
+            mine, wanted = mine[:, :5], wanted[:, :5]
+        elif world.rank == 1:
+            mine[0, 0] = model.vocab
+        with pytest.raises(pr.InvalidArgument) as caught:
+            trainer.step(mine, wanted)
+        assert fingerprint(trainer) == before
+        return str(caught.value), trainer.step(local_part(world, tokens), local_part(world, targets)).loss
+
+    texts, losses = zip(*run_ranks(2, run), strict=True)
+    assert losses[0] == losses[1]
+    if bad == "another length":
+        assert all("seq_len" in text for text in texts)
+    else:
+        assert "1 other rank(s)" in texts[0]
+        assert f"token {model.vocab}" in texts[1]

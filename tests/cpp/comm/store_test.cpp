@@ -136,7 +136,7 @@ TEST(TcpStore, ClientsMayComeFirst) {
 TEST(TcpStore, NobodyIsNotTakenForAStore) {
   auto options = at_port(free_port());
   options.timeout = milliseconds(1);
-  for (int i = 0; i < 300; ++i) EXPECT_THROW(TcpStore::connect(options), Timeout);
+  for (int i = 0; i < 40; ++i) EXPECT_THROW(TcpStore::connect(options), Timeout);
 }
 
 TEST(TcpStore, NobodyThere) {
