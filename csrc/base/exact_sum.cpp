@@ -108,8 +108,8 @@ double ExactSum::value() const {
     const bool odd = (window & 1) != 0;
     if (rest > half || (rest == half && (sticky || odd))) window += 1;
   }
-  const double magnitude = std::ldexp(static_cast<double>(static_cast<uint64_t>(window)),
-                                      lowest_bit + kLowestExponent);
+  const double magnitude =
+      std::ldexp(static_cast<double>(static_cast<uint64_t>(window)), lowest_bit + kLowestExponent);
   return negative ? -magnitude : magnitude;
 }
 

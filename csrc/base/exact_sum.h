@@ -15,8 +15,8 @@ namespace polyreme {
 // Neal, "Fast exact summation using small and large superaccumulators", 2015).
 class ExactSum {
  public:
-  static constexpr int kDigits = 68;            // 68 * 32 bits cover 2^-1074 .. 2^1024 and 2^60 terms
-  static constexpr int kLimbs = kDigits + 3;    // then counts of NaN, +inf, -inf
+  static constexpr int kDigits = 68;          // 68 * 32 bits cover 2^-1074 .. 2^1024 and 2^60 terms
+  static constexpr int kLimbs = kDigits + 3;  // then counts of NaN, +inf, -inf
   using Limbs = std::array<int64_t, kLimbs>;
 
   ExactSum() = default;

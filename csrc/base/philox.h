@@ -46,9 +46,9 @@ struct RandomKey {
 [[gnu::always_inline]] inline Philox4 random_block(const RandomKey& key, uint64_t block) {
   const uint32_t key_words[2] = {static_cast<uint32_t>(key.seed), static_cast<uint32_t>(key.seed >> 32)};
   // Blocks stay below 2^60, so the purpose fits above them.
-  const uint32_t counter[4] = {static_cast<uint32_t>(block),
-                               static_cast<uint32_t>(block >> 32) | (static_cast<uint32_t>(key.purpose) << 28),
-                               key.stream, key.step};
+  const uint32_t counter[4] = {
+      static_cast<uint32_t>(block),
+      static_cast<uint32_t>(block >> 32) | (static_cast<uint32_t>(key.purpose) << 28), key.stream, key.step};
   return philox_4x32_10(counter, key_words);
 }
 

@@ -20,7 +20,8 @@ void bind_data(py::module_& m) {
           "read_sample",
           [](const TokenDataset& data, int64_t index, int64_t seq_len) {
             py::array_t<int32_t> tokens(seq_len), targets(seq_len);
-            data.read_sample(index, seq_len, data.vocab_size(), tokens.mutable_data(), targets.mutable_data());
+            data.read_sample(index, seq_len, data.vocab_size(), tokens.mutable_data(),
+                             targets.mutable_data());
             return py::make_tuple(tokens, targets);
           },
           "index"_a, "seq_len"_a);

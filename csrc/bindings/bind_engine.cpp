@@ -19,8 +19,9 @@ HostBatch host_batch(const IntArray& tokens, const IntArray* targets) {
   HostBatch batch{.num_samples = tokens.shape(0), .seq_len = tokens.shape(1)};
   batch.tokens.assign(tokens.data(), tokens.data() + tokens.size());
   if (targets) {
-    require(targets->ndim() == 2 && targets->shape(0) == tokens.shape(0) && targets->shape(1) == tokens.shape(1),
-            "targets must have the shape of tokens, [", tokens.shape(0), ", ", tokens.shape(1), "]");
+    require(
+        targets->ndim() == 2 && targets->shape(0) == tokens.shape(0) && targets->shape(1) == tokens.shape(1),
+        "targets must have the shape of tokens, [", tokens.shape(0), ", ", tokens.shape(1), "]");
     batch.targets.assign(targets->data(), targets->data() + targets->size());
   }
   return batch;
@@ -32,7 +33,8 @@ py::dict stats_dict(const StepStats& stats) {
 }
 
 py::dict cost_dict(const Cost& cost) {
-  return py::dict("forward_flops"_a = cost.forward_flops, "backward_input_flops"_a = cost.backward_input_flops,
+  return py::dict("forward_flops"_a = cost.forward_flops,
+                  "backward_input_flops"_a = cost.backward_input_flops,
                   "backward_weight_flops"_a = cost.backward_weight_flops, "bytes_moved"_a = cost.bytes_moved,
                   "parameter_bytes"_a = cost.parameter_bytes, "saved_bytes"_a = cost.saved_bytes,
                   "comm_bytes"_a = cost.comm_bytes);
@@ -71,9 +73,10 @@ void bind_model(py::module_& m) {
              return GptConfig{layers,  hidden, heads,          vocab,    seq_len,  mlp_hidden,
                               dropout, tied,   layer_norm_eps, init_std, recompute};
            }),
-           py::kw_only(), "layers"_a, "hidden"_a, "heads"_a, "vocab"_a, "seq_len"_a, "mlp_hidden"_a, "dropout"_a,
-           "tied"_a, "layer_norm_eps"_a, "init_std"_a, "recompute"_a);
-  m.def("gpt_param_specs", [](const GptConfig& config) { return spec_list(build_gpt(config)); }, "config"_a);
+           py::kw_only(), "layers"_a, "hidden"_a, "heads"_a, "vocab"_a, "seq_len"_a, "mlp_hidden"_a,
+           "dropout"_a, "tied"_a, "layer_norm_eps"_a, "init_std"_a, "recompute"_a);
+  m.def(
+      "gpt_param_specs", [](const GptConfig& config) { return spec_list(build_gpt(config)); }, "config"_a);
   m.def(
       "gpt_cost",
       [](const GptConfig& config, int64_t num_samples, int64_t seq_len) {
@@ -87,9 +90,10 @@ void bind_model(py::module_& m) {
 void bind_engine(py::module_& m) {
   bind_model(m);
   py::class_<Engine>(m, "Engine")
-      .def(py::init([](World& world, Mesh& mesh, const GptConfig& config, int64_t global_batch, int64_t micro_batch,
-                       int64_t lanes_dp, uint64_t seed, float clip_norm, int zero_stage, const std::string& rule, double beta1,
-                       double beta2, double eps, double momentum, const std::vector<double>& weight_decay) {
+      .def(py::init([](World& world, Mesh& mesh, const GptConfig& config, int64_t global_batch,
+                       int64_t micro_batch, int64_t lanes_dp, uint64_t seed, float clip_norm, int zero_stage,
+                       const std::string& rule, double beta1, double beta2, double eps, double momentum,
+                       const std::vector<double>& weight_decay) {
              const EngineOptions options{.global_batch = global_batch,
                                          .micro_batch = micro_batch,
                                          .lanes_dp = lanes_dp,
@@ -106,9 +110,9 @@ void bind_engine(py::module_& m) {
              const py::gil_scoped_release release;
              return std::make_unique<Engine>(world.device(), mesh, build_gpt(config), options);
            }),
-           "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a, "seed"_a,
-           "clip_norm"_a, "zero_stage"_a, "rule"_a, "beta1"_a, "beta2"_a, "eps"_a, "momentum"_a, "weight_decay"_a,
-           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+           "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
+           "seed"_a, "clip_norm"_a, "zero_stage"_a, "rule"_a, "beta1"_a, "beta2"_a, "eps"_a, "momentum"_a,
+           "weight_decay"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def(
           "train_step",
           [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
@@ -180,10 +184,14 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("applied_steps", &Engine::applied_steps)
       .def_property_readonly("local_batch", &Engine::local_batch)
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
-      .def_property_readonly("num_parameters", [](const Engine& engine) { return engine.layout().num_parameters(); })
-      .def("cost", [](const Engine& engine, int64_t num_samples, int64_t seq_len) {
-        return cost_dict(engine.model().cost(num_samples, seq_len));
-      }, "num_samples"_a, "seq_len"_a);
+      .def_property_readonly("num_parameters",
+                             [](const Engine& engine) { return engine.layout().num_parameters(); })
+      .def(
+          "cost",
+          [](const Engine& engine, int64_t num_samples, int64_t seq_len) {
+            return cost_dict(engine.model().cost(num_samples, seq_len));
+          },
+          "num_samples"_a, "seq_len"_a);
 }
 
 }  // namespace polyreme::bindings

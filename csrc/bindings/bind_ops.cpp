@@ -11,13 +11,15 @@ namespace polyreme::bindings {
 namespace {
 
 // Seconds of the fastest of `repeats` products c += op(a) op(b) of the given sizes on the world's device.
-double time_gemm(const World& world, int64_t m, int64_t n, int64_t k, bool transpose_a, bool transpose_b, int repeats) {
-  require(m >= 1 && n >= 1 && k >= 1 && repeats >= 1, "time_gemm: sizes ", m, ", ", n, ", ", k, " and repeats ",
-          repeats, " must be at least 1");
+double time_gemm(const World& world, int64_t m, int64_t n, int64_t k, bool transpose_a, bool transpose_b,
+                 int repeats) {
+  require(m >= 1 && n >= 1 && k >= 1 && repeats >= 1, "time_gemm: sizes ", m, ", ", n, ", ", k,
+          " and repeats ", repeats, " must be at least 1");
   Device& device = world.device();
   const auto stream = device.create_stream("gemm");
   const auto operand = [&](int64_t rows, int64_t cols, bool transposed, uint32_t key) {
-    const Tensor tensor = empty(device, DType::kF32, transposed ? Shape{cols, rows} : Shape{rows, cols}, "operand");
+    const Tensor tensor =
+        empty(device, DType::kF32, transposed ? Shape{cols, rows} : Shape{rows, cols}, "operand");
     fill_normal(*stream, tensor, 1.0f, {key}, 0);
     return transposed ? tensor.transpose(0, 1) : tensor;
   };
@@ -36,11 +38,12 @@ double time_gemm(const World& world, int64_t m, int64_t n, int64_t k, bool trans
 }
 
 // Seconds of one collective over the world on float32 data; collective. `count` is what a rank holds in
-// full: the data of all_reduce, the input of reduce_scatter, the output of all_gather (multiples of the size).
+// full: the data of all_reduce, the input of reduce_scatter, the output of all_gather (multiples of the
+// size).
 double time_collective(const World& world, const std::string& op, int64_t count) {
   Communicator& group = world.communicator();
-  require(count >= 1 && count % group.size() == 0, "time_collective: count ", count, " must be a multiple of the ",
-          group.size(), " ranks");
+  require(count >= 1 && count % group.size() == 0, "time_collective: count ", count,
+          " must be a multiple of the ", group.size(), " ranks");
   const auto stream = world.device().create_stream("collective");
   const Tensor full = empty(world.device(), DType::kF32, {count}, "full");
   const Tensor part = empty(world.device(), DType::kF32, {count / group.size()}, "part");
@@ -56,7 +59,8 @@ double time_collective(const World& world, const std::string& op, int64_t count)
   else if (op == "all_gather")
     group.all_gather(part, full, *stream)->wait();
   else
-    throw InvalidArgument(concat("time_collective: '", op, "'; expected all_reduce, reduce_scatter or all_gather"));
+    throw InvalidArgument(
+        concat("time_collective: '", op, "'; expected all_reduce, reduce_scatter or all_gather"));
   return static_cast<double>(FlightRecorder::now_ns() - start) * 1e-9;
 }
 
@@ -74,9 +78,10 @@ double time_enqueue(const World& world, int count) {
 }  // namespace
 
 void bind_ops(py::module_& m) {
-  m.def("time_gemm", &time_gemm, "world"_a, py::kw_only(), "m"_a, "n"_a, "k"_a, "transpose_a"_a, "transpose_b"_a,
-        "repeats"_a, py::call_guard<py::gil_scoped_release>());
-  m.def("time_collective", &time_collective, "world"_a, "op"_a, "count"_a, py::call_guard<py::gil_scoped_release>());
+  m.def("time_gemm", &time_gemm, "world"_a, py::kw_only(), "m"_a, "n"_a, "k"_a, "transpose_a"_a,
+        "transpose_b"_a, "repeats"_a, py::call_guard<py::gil_scoped_release>());
+  m.def("time_collective", &time_collective, "world"_a, "op"_a, "count"_a,
+        py::call_guard<py::gil_scoped_release>());
   m.def("time_enqueue", &time_enqueue, "world"_a, "count"_a, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -13,12 +13,13 @@ namespace {
 
 py::dict build_info_dict() {
   const BuildInfo& info = build_info();
-  return py::dict("version"_a = info.version, "git_describe"_a = info.git_describe, "compiler"_a = info.compiler,
-                  "cxx_flags"_a = info.cxx_flags, "build_type"_a = info.build_type, "sanitizers"_a = info.sanitizers,
-                  "isas"_a = info.isas, "cuda_version"_a = info.cuda_version,
-                  "cuda_architectures"_a = info.cuda_architectures, "cuda_absent"_a = info.cuda_absent,
-                  "nccl_version"_a = info.nccl_version, "nccl_absent"_a = info.nccl_absent,
-                  "mpi_version"_a = info.mpi_version, "mpi_absent"_a = info.mpi_absent);
+  return py::dict("version"_a = info.version, "git_describe"_a = info.git_describe,
+                  "compiler"_a = info.compiler, "cxx_flags"_a = info.cxx_flags,
+                  "build_type"_a = info.build_type, "sanitizers"_a = info.sanitizers, "isas"_a = info.isas,
+                  "cuda_version"_a = info.cuda_version, "cuda_architectures"_a = info.cuda_architectures,
+                  "cuda_absent"_a = info.cuda_absent, "nccl_version"_a = info.nccl_version,
+                  "nccl_absent"_a = info.nccl_absent, "mpi_version"_a = info.mpi_version,
+                  "mpi_absent"_a = info.mpi_absent);
 }
 
 py::dict cuda_dict() {

@@ -12,7 +12,8 @@ using namespace py::literals;
 namespace polyreme::bindings {
 namespace {
 
-CpuDeviceOptions device_options(int num_threads, const std::string& isa, const std::string& executor, uint64_t seed) {
+CpuDeviceOptions device_options(int num_threads, const std::string& isa, const std::string& executor,
+                                uint64_t seed) {
   require(executor == "immediate" || executor == "deferred", "unknown executor '", executor,
           "'; expected immediate or deferred");
   return {num_threads, isa, executor == "deferred" ? CpuExecutor::kDeferred : CpuExecutor::kImmediate, seed};
@@ -55,12 +56,16 @@ py::array all_reduce_any(const Mesh& mesh, World& world, const std::string& axis
                          const std::string& op) {
   Communicator& group = mesh.group(axis);
   const ReduceOp reduction = reduce_op(op);
-  if (py::isinstance<py::array_t<float>>(array)) return all_reduce<float>(group, world.device(), array, reduction);
-  if (py::isinstance<py::array_t<double>>(array)) return all_reduce<double>(group, world.device(), array, reduction);
-  if (py::isinstance<py::array_t<int32_t>>(array)) return all_reduce<int32_t>(group, world.device(), array, reduction);
-  if (py::isinstance<py::array_t<int64_t>>(array)) return all_reduce<int64_t>(group, world.device(), array, reduction);
-  throw InvalidArgument(concat("all_reduce takes float32, float64, int32 or int64, got ",
-                               std::string(py::str(array.dtype()))));
+  if (py::isinstance<py::array_t<float>>(array))
+    return all_reduce<float>(group, world.device(), array, reduction);
+  if (py::isinstance<py::array_t<double>>(array))
+    return all_reduce<double>(group, world.device(), array, reduction);
+  if (py::isinstance<py::array_t<int32_t>>(array))
+    return all_reduce<int32_t>(group, world.device(), array, reduction);
+  if (py::isinstance<py::array_t<int64_t>>(array))
+    return all_reduce<int64_t>(group, world.device(), array, reduction);
+  throw InvalidArgument(
+      concat("all_reduce takes float32, float64, int32 or int64, got ", std::string(py::str(array.dtype()))));
 }
 
 }  // namespace
@@ -70,11 +75,13 @@ void bind_world(py::module_& m) {
       .def_property_readonly("rank", &World::rank)
       .def_property_readonly("size", &World::size)
       .def_property_readonly("device_description", [](const World& w) { return w.device().description(); })
-      .def("barrier",
-           [](const World& w, double timeout_s) { w.communicator().barrier(milliseconds(timeout_s)); },
-           "timeout_s"_a = 600.0, py::call_guard<py::gil_scoped_release>())
-      .def("abort", [](const World& w, const std::string& reason) { w.communicator().abort(reason); }, "reason"_a,
-           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "barrier",
+          [](const World& w, double timeout_s) { w.communicator().barrier(milliseconds(timeout_s)); },
+          "timeout_s"_a = 600.0, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "abort", [](const World& w, const std::string& reason) { w.communicator().abort(reason); },
+          "reason"_a, py::call_guard<py::gil_scoped_release>())
       .def("memory",
            [](const World& w) {
              const MemoryStats stats = w.device().memory();
@@ -82,22 +89,25 @@ void bind_world(py::module_& m) {
                              "reserved_bytes"_a = stats.reserved_bytes);
            })
       .def("reset_peak_memory", [](const World& w) { w.device().reset_peak_memory(); })
-      .def("record", [](const World& w, bool on) { w.device().recorder().enable(on); }, "on"_a)
+      .def(
+          "record", [](const World& w, bool on) { w.device().recorder().enable(on); }, "on"_a)
       .def("clear_spans", [](const World& w) { w.device().recorder().clear(); })
       .def("spans", [](const World& w) {
         py::list result;
         for (const Span& span : w.device().recorder().spans())
-          result.append(py::dict("name"_a = span.name, "kind"_a = op_kind_name(span.kind), "stream"_a = span.stream,
-                                 "sequence"_a = span.sequence, "start_ns"_a = span.start_ns, "end_ns"_a = span.end_ns,
+          result.append(py::dict("name"_a = span.name, "kind"_a = op_kind_name(span.kind),
+                                 "stream"_a = span.stream, "sequence"_a = span.sequence,
+                                 "start_ns"_a = span.start_ns, "end_ns"_a = span.end_ns,
                                  "flops"_a = span.flops, "bytes"_a = span.bytes));
         return result;
       });
 
   m.def(
       "make_world",
-      [](int rank, int size, const std::string& master_addr, int master_port, int store_fd, const std::string& secret,
-         const std::string& job_id, double init_timeout_s, double timeout_s, double greeting_limit_s, int num_threads,
-         const std::string& isa, const std::string& executor, uint64_t schedule_seed, const py::function& progress) {
+      [](int rank, int size, const std::string& master_addr, int master_port, int store_fd,
+         const std::string& secret, const std::string& job_id, double init_timeout_s, double timeout_s,
+         double greeting_limit_s, int num_threads, const std::string& isa, const std::string& executor,
+         uint64_t schedule_seed, const py::function& progress) {
         const WorldOptions options{.rank = rank,
                                    .size = size,
                                    .master_addr = master_addr,
@@ -117,13 +127,13 @@ void bind_world(py::module_& m) {
         const py::gil_scoped_release release;
         return make_world(options);
       },
-      py::kw_only(), "rank"_a, "size"_a, "master_addr"_a, "master_port"_a, "store_fd"_a, "secret"_a, "job_id"_a,
-      "init_timeout_s"_a, "timeout_s"_a, "greeting_limit_s"_a, "num_threads"_a, "isa"_a, "executor"_a,
-      "schedule_seed"_a, "progress"_a);
+      py::kw_only(), "rank"_a, "size"_a, "master_addr"_a, "master_port"_a, "store_fd"_a, "secret"_a,
+      "job_id"_a, "init_timeout_s"_a, "timeout_s"_a, "greeting_limit_s"_a, "num_threads"_a, "isa"_a,
+      "executor"_a, "schedule_seed"_a, "progress"_a);
   m.def(
       "make_local_worlds",
-      [](int size, int num_threads, const std::string& isa, const std::string& executor, uint64_t schedule_seed,
-         double timeout_s) {
+      [](int size, int num_threads, const std::string& isa, const std::string& executor,
+         uint64_t schedule_seed, double timeout_s) {
         return make_local_worlds(size, device_options(num_threads, isa, executor, schedule_seed),
                                  milliseconds(timeout_s));
       },
@@ -138,10 +148,14 @@ void bind_world(py::module_& m) {
              return std::make_unique<Mesh>(world.communicator(), std::move(list));
            }),
            "world"_a, "axes"_a, py::keep_alive<1, 2>())
-      .def("size", [](const Mesh& mesh, const std::string& axis) { return mesh.layout().size(axis); }, "axis"_a)
+      .def(
+          "size", [](const Mesh& mesh, const std::string& axis) { return mesh.layout().size(axis); },
+          "axis"_a)
       .def("coordinate", &Mesh::coordinate, "axis"_a)
-      .def("group", [](const Mesh& mesh, int rank, const std::string& axis) { return mesh.layout().group(rank, axis); },
-           "rank"_a, "axis"_a)
+      .def(
+          "group",
+          [](const Mesh& mesh, int rank, const std::string& axis) { return mesh.layout().group(rank, axis); },
+          "rank"_a, "axis"_a)
       .def("all_reduce", &all_reduce_any, "world"_a, "axis"_a, "array"_a, "op"_a);
 }
 

@@ -42,10 +42,12 @@ TokenDataset::TokenDataset(const std::string& path) : path_(path) {
   struct stat info {};
   const bool is_file = fstat(fd, &info) == 0 && S_ISREG(info.st_mode);
   const auto size = static_cast<size_t>(info.st_size);
-  void* address = is_file && size >= kHeaderBytes ? mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
+  void* address =
+      is_file && size >= kHeaderBytes ? mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
   close(fd);
   require(is_file, "'", path, "' is not a regular file", kRemedy);
-  require(size >= kHeaderBytes, "'", path, "' has ", size, " bytes, less than the header's ", kHeaderBytes, kRemedy);
+  require(size >= kHeaderBytes, "'", path, "' has ", size, " bytes, less than the header's ", kHeaderBytes,
+          kRemedy);
   require(address != MAP_FAILED, "cannot map the token file '", path, "': ", std::strerror(errno));
   auto mapping = std::make_shared<Mapping>();
   mapping->data = static_cast<const char*>(address);
@@ -53,18 +55,19 @@ TokenDataset::TokenDataset(const std::string& path) : path_(path) {
   mapping_ = mapping;
 
   const char* header = mapping->data;
-  require(std::memcmp(header, kMagic, 8) == 0, "'", path, "' is not a token file (it does not start with ", kMagic, ")",
-          kRemedy);
+  require(std::memcmp(header, kMagic, 8) == 0, "'", path, "' is not a token file (it does not start with ",
+          kMagic, ")", kRemedy);
   const auto version = header_field<uint32_t>(header, 8);
   const auto token_bytes = header_field<uint32_t>(header, 12);
   const auto num_tokens = header_field<uint64_t>(header, 16);
   const auto vocab_size = header_field<uint64_t>(header, 24);
   require(version == 1, "'", path, "' has format version ", version, "; this build reads version 1", kRemedy);
-  require(token_bytes == 2 || token_bytes == 4, "'", path, "' has ", token_bytes, " bytes per token; expected 2 or 4");
+  require(token_bytes == 2 || token_bytes == 4, "'", path, "' has ", token_bytes,
+          " bytes per token; expected 2 or 4");
   const uint64_t payload_tokens = (size - kHeaderBytes) / token_bytes;
-  require(num_tokens == payload_tokens && (size - kHeaderBytes) % token_bytes == 0, "'", path, "' is damaged: its header says ",
-          num_tokens, " tokens of ", token_bytes, " bytes, the file holds ", size - kHeaderBytes, " bytes of them",
-          kRemedy);
+  require(num_tokens == payload_tokens && (size - kHeaderBytes) % token_bytes == 0, "'", path,
+          "' is damaged: its header says ", num_tokens, " tokens of ", token_bytes, " bytes, the file holds ",
+          size - kHeaderBytes, " bytes of them", kRemedy);
   require(num_tokens > 0, "'", path, "' holds no tokens", kRemedy);
   require(vocab_size >= 1 && vocab_size <= (uint64_t{1} << 31), "'", path, "' has vocab_size ", vocab_size,
           "; expected 1 to 2^31");
@@ -74,8 +77,8 @@ TokenDataset::TokenDataset(const std::string& path) : path_(path) {
 }
 
 TokenDataset TokenDataset::subset(int64_t begin, int64_t end) const {
-  require(0 <= begin && begin <= end && end <= num_tokens(), "subset [", begin, ", ", end, ") of ", num_tokens(),
-          " tokens of '", path_, "'");
+  require(0 <= begin && begin <= end && end <= num_tokens(), "subset [", begin, ", ", end, ") of ",
+          num_tokens(), " tokens of '", path_, "'");
   TokenDataset result = *this;
   result.begin_ = begin_ + begin;
   result.end_ = begin_ + end;
@@ -88,13 +91,13 @@ int64_t TokenDataset::num_samples(int64_t seq_len) const {
 }
 
 template <typename T>
-void TokenDataset::read_as(const T* source, int64_t seq_len, int64_t vocab_limit, int64_t position, int32_t* tokens,
-                           int32_t* targets) const {
+void TokenDataset::read_as(const T* source, int64_t seq_len, int64_t vocab_limit, int64_t position,
+                           int32_t* tokens, int32_t* targets) const {
   for (int64_t i = 0; i <= seq_len; ++i) {
     const auto token = static_cast<uint32_t>(source[i]);
-    require(token < static_cast<uint64_t>(vocab_limit), "'", path_, "': token ", token, " at position ", position + i,
-            " is outside the vocabulary of ", vocab_limit, "; use a model with vocab >= ", vocab_size_,
-            " (the file's vocab_size)");
+    require(token < static_cast<uint64_t>(vocab_limit), "'", path_, "': token ", token, " at position ",
+            position + i, " is outside the vocabulary of ", vocab_limit,
+            "; use a model with vocab >= ", vocab_size_, " (the file's vocab_size)");
     if (i < seq_len) tokens[i] = static_cast<int32_t>(token);
     if (i > 0) targets[i - 1] = static_cast<int32_t>(token);
   }

@@ -25,7 +25,8 @@ class TokenDataset {
   int64_t num_samples(int64_t seq_len) const;
   // Writes sample `index`: tokens[i] = range[index * seq_len + i], targets[i] = the one after it. Throws
   // InvalidArgument for a token outside [0, vocab_limit), naming its position.
-  void read_sample(int64_t index, int64_t seq_len, int64_t vocab_limit, int32_t* tokens, int32_t* targets) const;
+  void read_sample(int64_t index, int64_t seq_len, int64_t vocab_limit, int32_t* tokens,
+                   int32_t* targets) const;
 
  private:
   struct Mapping;

@@ -49,7 +49,8 @@ class WaitAtExit {
 };
 
 int64_t count_valid(const HostBatch& batch) {
-  return std::count_if(batch.targets.begin(), batch.targets.end(), [](int32_t t) { return t != kIgnoreIndex; });
+  return std::count_if(batch.targets.begin(), batch.targets.end(),
+                       [](int32_t t) { return t != kIgnoreIndex; });
 }
 
 }  // namespace
@@ -83,24 +84,26 @@ void Engine::init_weights() {
 }
 
 void Engine::check_batch(const HostBatch& batch, int64_t num_samples, bool needs_targets) const {
-  require(batch.num_samples == num_samples, "the batch has ", batch.num_samples, " samples; this rank expects ",
-          num_samples, " (global_batch=", options_.global_batch, " over dp=", dp_.size(), ")");
+  require(batch.num_samples == num_samples, "the batch has ", batch.num_samples,
+          " samples; this rank expects ", num_samples, " (global_batch=", options_.global_batch,
+          " over dp=", dp_.size(), ")");
   require(batch.seq_len >= 1 && batch.seq_len <= model_.max_seq_len, "the batch has seq_len=", batch.seq_len,
           "; the model takes 1 to ", model_.max_seq_len);
   const auto size = static_cast<size_t>(batch.num_samples * batch.seq_len);
   const bool targets_fit = batch.targets.size() == size || (!needs_targets && batch.targets.empty());
   require(batch.tokens.size() == size && targets_fit, "the batch is said to be [", batch.num_samples, ", ",
-          batch.seq_len, "], but has ", batch.tokens.size(), " tokens and ", batch.targets.size(), " targets");
+          batch.seq_len, "], but has ", batch.tokens.size(), " tokens and ", batch.targets.size(),
+          " targets");
   const auto vocab = static_cast<int32_t>(model_.vocab);
   for (size_t i = 0; i < batch.tokens.size(); ++i)
     require(batch.tokens[i] >= 0 && batch.tokens[i] < vocab, "token ", batch.tokens[i], " at sample ",
             i / static_cast<size_t>(batch.seq_len), ", position ", i % static_cast<size_t>(batch.seq_len),
             " is outside the model's vocabulary of ", vocab);
   for (size_t i = 0; i < batch.targets.size(); ++i)
-    require((batch.targets[i] >= 0 && batch.targets[i] < vocab) || batch.targets[i] == kIgnoreIndex, "target ",
-            batch.targets[i], " at sample ", i / static_cast<size_t>(batch.seq_len), ", position ",
-            i % static_cast<size_t>(batch.seq_len), " is neither in the model's vocabulary of ", vocab, " nor ",
-            kIgnoreIndex, " (ignored)");
+    require((batch.targets[i] >= 0 && batch.targets[i] < vocab) || batch.targets[i] == kIgnoreIndex,
+            "target ", batch.targets[i], " at sample ", i / static_cast<size_t>(batch.seq_len), ", position ",
+            i % static_cast<size_t>(batch.seq_len), " is neither in the model's vocabulary of ", vocab,
+            " nor ", kIgnoreIndex, " (ignored)");
 }
 
 HostBatch Engine::read_samples(const TokenDataset& data, int64_t count,
@@ -126,7 +129,8 @@ int64_t Engine::agree_on_batch(const HostBatch& batch, double lr, std::exception
     refusal = std::current_exception();
   }
   // Equal lengths are those whose sum of squares is the least that their sum allows.
-  std::array<int64_t, 4> facts = {count_valid(batch), refusal ? 1 : 0, batch.seq_len, batch.seq_len * batch.seq_len};
+  std::array<int64_t, 4> facts = {count_valid(batch), refusal ? 1 : 0, batch.seq_len,
+                                  batch.seq_len * batch.seq_len};
   if (dp_.size() > 1) {
     const WaitAtExit wait(*stream_);
     const Tensor sums = empty(device_, DType::kI64, {facts.size()}, "batch facts");
@@ -137,9 +141,10 @@ int64_t Engine::agree_on_batch(const HostBatch& batch, double lr, std::exception
   }
   if (refusal) std::rethrow_exception(refusal);
   const auto [valid, refused, length, square] = facts;
-  require(refused == 0, "the batch of ", refused, " other rank(s) was refused; their errors say why. Nothing was done");
-  require(length * length == square * dp_.size(), "the ranks' batches differ in seq_len; this rank has ", batch.seq_len,
-          ". Give every rank samples of one length");
+  require(refused == 0, "the batch of ", refused,
+          " other rank(s) was refused; their errors say why. Nothing was done");
+  require(length * length == square * dp_.size(), "the ranks' batches differ in seq_len; this rank has ",
+          batch.seq_len, ". Give every rank samples of one length");
   return valid;
 }
 
@@ -169,7 +174,8 @@ Context Engine::make_context(const DeviceBatch& batch, int64_t begin, int64_t en
 Tensor Engine::run_forward(const Context& context, size_t num_layers, std::vector<Saved>* saved) const {
   if (saved) saved->resize(num_layers);
   Tensor x;
-  for (size_t i = 0; i < num_layers; ++i) x = model_.layers[i]->forward(context, x, saved ? &(*saved)[i] : nullptr);
+  for (size_t i = 0; i < num_layers; ++i)
+    x = model_.layers[i]->forward(context, x, saved ? &(*saved)[i] : nullptr);
   return x;
 }
 
@@ -232,8 +238,8 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, std::exception_p
   measure_gradient();
   // Without a valid token there is nothing to learn from, and not even weight decay is applied.
   if (valid > 0) {
-    optimizer_->step(*stream_, params_.own_part(params_.weights()), params_.own_part(params_.grads()), clip_scale_, lr,
-                     applied_steps_ + 1);
+    optimizer_->step(*stream_, params_.own_part(params_.weights()), params_.own_part(params_.grads()),
+                     clip_scale_, lr, applied_steps_ + 1);
     params_.gather(*stream_, params_.weights());
   }
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
@@ -346,9 +352,10 @@ std::vector<float> Engine::read_param(const std::string& name, const std::string
 }
 
 void Engine::write_param(const std::string& name, const std::vector<float>& values) {
-  const Tensor part = params_.layout().view(params_.weights(), static_cast<size_t>(model_.registry.index(name)));
-  require(static_cast<int64_t>(values.size()) == part.numel(), "parameter '", name, "' has ", part.shape().to_string(),
-          " = ", part.numel(), " elements, got ", values.size());
+  const Tensor part =
+      params_.layout().view(params_.weights(), static_cast<size_t>(model_.registry.index(name)));
+  require(static_cast<int64_t>(values.size()) == part.numel(), "parameter '", name, "' has ",
+          part.shape().to_string(), " = ", part.numel(), " elements, got ", values.size());
   copy_from_host(*stream_, values.data(), part);
   stream_->synchronize();
 }

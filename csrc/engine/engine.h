@@ -66,8 +66,9 @@ class Engine {
   const FlatLayout& layout() const { return params_.layout(); }
   int64_t applied_steps() const { return applied_steps_; }
   int64_t local_batch() const { return options_.global_batch / dp_.size(); }
-  // Copies to and from the host; reading what ZeRO has sharded is collective. `kind` is "weight", "grad" (of the last step, before clipping) or a
-  // state name of the optimizer. Throws InvalidArgument for unknown names and wrong sizes.
+  // Copies to and from the host; reading what ZeRO has sharded is collective. `kind` is "weight", "grad" (of
+  // the last step, before clipping) or a state name of the optimizer. Throws InvalidArgument for unknown
+  // names and wrong sizes.
   std::vector<float> read_param(const std::string& name, const std::string& kind);
   void write_param(const std::string& name, const std::vector<float>& values);
 
@@ -78,13 +79,16 @@ class Engine {
 
   void init_weights();
   void check_batch(const HostBatch& batch, int64_t num_samples, bool needs_targets) const;
-  HostBatch read_samples(const TokenDataset& data, int64_t count, const std::function<int64_t(int64_t)>& sample) const;
+  HostBatch read_samples(const TokenDataset& data, int64_t count,
+                         const std::function<int64_t(int64_t)>& sample) const;
   // `refusal`: why this rank has no batch, or null.
   StepStats train_step(const HostBatch& batch, double lr, std::exception_ptr refusal);
-  // Checks the batches of all ranks together: all throw, or none. Returns the valid tokens of the global batch.
+  // Checks the batches of all ranks together: all throw, or none. Returns the valid tokens of the global
+  // batch.
   int64_t agree_on_batch(const HostBatch& batch, double lr, std::exception_ptr refusal);
   DeviceBatch upload(const HostBatch& batch);
-  Context make_context(const DeviceBatch& batch, int64_t begin, int64_t end, int64_t first_sample, bool training) const;
+  Context make_context(const DeviceBatch& batch, int64_t begin, int64_t end, int64_t first_sample,
+                       bool training) const;
   Tensor run_forward(const Context& context, size_t num_layers, std::vector<Saved>* saved) const;
   void run_backward(const Context& context, std::vector<Saved>& saved) const;
   void run_lanes(const DeviceBatch& batch, float loss_scale);

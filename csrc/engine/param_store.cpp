@@ -14,9 +14,10 @@ ParamStore::ParamStore(Stream& stream, const ParamRegistry& registry, int64_t lo
   fill(stream, weights_, 0.0f);
   for (int param = 0; param < static_cast<int>(registry.specs().size()); ++param)
     for (int use = 1; use < registry.num_uses(param); ++use)
-      extra_uses_.push_back({{param, use},
-                             empty(stream.device(), DType::kF32,
-                                   registry.specs()[static_cast<size_t>(param)].padded_shape, "tied gradient")});
+      extra_uses_.push_back(
+          {{param, use},
+           empty(stream.device(), DType::kF32, registry.specs()[static_cast<size_t>(param)].padded_shape,
+                 "tied gradient")});
 }
 
 Tensor ParamStore::weight(const ParamUse& use) const {
@@ -45,7 +46,8 @@ void ParamStore::end_lane(Stream& stream) {
 }
 
 void ParamStore::finish(Stream& stream) {
-  const auto work = is_sharded() ? lane_sum_.finish_own_slice(stream, &grads_) : lane_sum_.finish(stream, &grads_);
+  const auto work =
+      is_sharded() ? lane_sum_.finish_own_slice(stream, &grads_) : lane_sum_.finish(stream, &grads_);
   work->wait_on(stream);
 }
 

@@ -12,11 +12,12 @@ namespace polyreme {
 // into the lane's flat buffer; further uses of tied ones have buffers of their own, which are added
 // in ascending order of use at the end of every lane.
 //
-// ZeRO (Rajbhandari et al. 2020): from stage 1 on a rank of dp owns one shard of the flat buffers. It gets the
-// summed gradient of that shard alone, updates the weights there, and gathers the others' weights.
+// ZeRO (Rajbhandari et al. 2020): from stage 1 on a rank of dp owns one shard of the flat buffers. It gets
+// the summed gradient of that shard alone, updates the weights there, and gathers the others' weights.
 class ParamStore final : public ParamStorage {
  public:
-  ParamStore(Stream& stream, const ParamRegistry& registry, int64_t local_lanes, Communicator& dp, int zero_stage);
+  ParamStore(Stream& stream, const ParamRegistry& registry, int64_t local_lanes, Communicator& dp,
+             int zero_stage);
 
   const FlatLayout& layout() const { return layout_; }
   const Tensor& weights() const { return weights_; }

@@ -9,7 +9,8 @@ namespace polyreme {
 void check_lanes(const std::string& axis, int64_t lanes, int64_t axis_size) {
   require(lanes >= 1 && (lanes == axis_size ||
                          (std::has_single_bit(static_cast<uint64_t>(lanes)) && lanes % axis_size == 0)),
-          "lanes.", axis, "=", lanes, " with ", axis, "=", axis_size, "; lanes must equal the axis' size, or be a power "
+          "lanes.", axis, "=", lanes, " with ", axis, "=", axis_size,
+          "; lanes must equal the axis' size, or be a power "
           "of two that the size divides (then the layout can change later with the same bits)");
 }
 
@@ -65,8 +66,8 @@ std::unique_ptr<Work> LaneSum::finish(Stream& stream, Tensor* sum) {
 std::unique_ptr<Work> LaneSum::finish_own_slice(Stream& stream, Tensor* sum) {
   *sum = local_sum();
   const int64_t slice = sum->numel() / group_.size();
-  return group_.reduce_scatter(*sum, sum->slice(0, group_.rank() * slice, (group_.rank() + 1) * slice), ReduceOp::kSum,
-                               stream);
+  return group_.reduce_scatter(*sum, sum->slice(0, group_.rank() * slice, (group_.rank() + 1) * slice),
+                               ReduceOp::kSum, stream);
 }
 
 }  // namespace polyreme

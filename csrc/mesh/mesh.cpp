@@ -4,7 +4,8 @@
 
 namespace polyreme {
 
-Mesh::Mesh(Communicator& world, std::vector<Axis> axes) : world_(world), layout_(std::move(axes), world.size()) {
+Mesh::Mesh(Communicator& world, std::vector<Axis> axes)
+    : world_(world), layout_(std::move(axes), world.size()) {
   for (const Axis& axis : layout_.axes()) {
     const int leader = layout_.group(world.rank(), axis.name).front();
     groups_[axis.name] = world.split(leader, layout_.coordinate(world.rank(), axis.name), axis.name);

@@ -6,18 +6,20 @@
 
 namespace polyreme {
 
-MeshLayout::MeshLayout(std::vector<Axis> axes, int world_size) : axes_(std::move(axes)), world_size_(world_size) {
+MeshLayout::MeshLayout(std::vector<Axis> axes, int world_size)
+    : axes_(std::move(axes)), world_size_(world_size) {
   int64_t product = 1;
   std::string text;
   for (size_t i = 0; i < axes_.size(); ++i) {
     const Axis& axis = axes_[i];
     require(axis.size >= 1, "mesh axis ", axis.name, "=", axis.size, "; expected at least 1");
-    for (size_t j = 0; j < i; ++j) require(axes_[j].name != axis.name, "mesh axis ", axis.name, " is given twice");
+    for (size_t j = 0; j < i; ++j)
+      require(axes_[j].name != axis.name, "mesh axis ", axis.name, " is given twice");
     if (__builtin_mul_overflow(product, axis.size, &product)) product = std::numeric_limits<int64_t>::max();
     text += concat(i == 0 ? "" : " * ", axis.name, "=", axis.size);
   }
-  require(product == world_size, "the mesh has ", text, " = ", product, " ranks, but the world has ", world_size,
-          "; start ", product, " ranks or change an axis");
+  require(product == world_size, "the mesh has ", text, " = ", product, " ranks, but the world has ",
+          world_size, "; start ", product, " ranks or change an axis");
 }
 
 int MeshLayout::index(const std::string& axis) const {

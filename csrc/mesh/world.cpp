@@ -43,14 +43,16 @@ std::vector<std::unique_ptr<World>> make_local_worlds(int size, const CpuDeviceO
 
 std::unique_ptr<World> make_world(const WorldOptions& options) {
   if (options.size == 1) return std::move(make_local_worlds(1, options.device, options.timeout).front());
-  const Isa best = isa_from_name(options.device.isa);  // throws for what this CPU lacks, before anybody is met
+  const Isa best =
+      isa_from_name(options.device.isa);  // throws for what this CPU lacks, before anybody is met
   std::unique_ptr<Store> store = join_store(options);
-  const std::vector<RankRecord> records = rendezvous(
-      *store, {.rank = options.rank,
-               .world_size = options.size,
-               .fields = {{"version", build_info().version}, {"isa", options.device.isa}, {"best_isa", isa_name(best)}},
-               .limit = options.init_timeout,
-               .progress = options.progress});
+  const std::vector<RankRecord> records = rendezvous(*store, {.rank = options.rank,
+                                                              .world_size = options.size,
+                                                              .fields = {{"version", build_info().version},
+                                                                         {"isa", options.device.isa},
+                                                                         {"best_isa", isa_name(best)}},
+                                                              .limit = options.init_timeout,
+                                                              .progress = options.progress});
   require_same_field(records, "version");
   CpuDeviceOptions device = options.device;
   device.isa = common_isa(records);

@@ -32,7 +32,8 @@ struct WorldOptions {
 // This rank, its device, and the group of all ranks. Single owner; outlives meshes and engines.
 class World {
  public:
-  World(std::unique_ptr<Store> store, std::unique_ptr<Device> device, std::unique_ptr<Communicator> communicator)
+  World(std::unique_ptr<Store> store, std::unique_ptr<Device> device,
+        std::unique_ptr<Communicator> communicator)
       : store_(std::move(store)), device_(std::move(device)), communicator_(std::move(communicator)) {}
 
   int rank() const { return communicator_->rank(); }

@@ -20,7 +20,8 @@ void Layer::backward_weight(const Context&, Saved&) const {}
 Tensor Sequential::forward(const Context& context, const Tensor& x, Saved* saved) const {
   if (saved) saved->children.resize(layers_.size());
   Tensor y = x;
-  for (size_t i = 0; i < layers_.size(); ++i) y = layers_[i]->forward(context, y, saved ? &saved->children[i] : nullptr);
+  for (size_t i = 0; i < layers_.size(); ++i)
+    y = layers_[i]->forward(context, y, saved ? &saved->children[i] : nullptr);
   return y;
 }
 

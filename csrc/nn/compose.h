@@ -37,7 +37,8 @@ class Residual final : public Layer {
 // et al. 2016). Same bits as inner, since nothing in a forward depends on hidden state.
 class Recompute final : public Layer {
  public:
-  Recompute(LayerPtr inner, int64_t input_features) : inner_(std::move(inner)), input_features_(input_features) {}
+  Recompute(LayerPtr inner, int64_t input_features)
+      : inner_(std::move(inner)), input_features_(input_features) {}
   Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
   Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
   void backward_weight(const Context& context, Saved& saved) const override;

@@ -28,9 +28,10 @@ void validate(const GptConfig& config) {
   in_range("seq_len", config.seq_len, kMaxTokens);
   require(config.mlp_hidden >= 0 && config.mlp_hidden <= kMaxWidth, "GPT: mlp_hidden=", config.mlp_hidden,
           "; expected 0 (4 * hidden), or 1 to ", kMaxWidth);
-  require(config.hidden % config.heads == 0, "GPT: hidden=", config.hidden, " does not divide by heads=", config.heads,
-          "; choose heads that divide hidden");
-  require(config.dropout >= 0 && config.dropout < 1, "GPT: dropout=", config.dropout, "; expected 0 <= dropout < 1");
+  require(config.hidden % config.heads == 0, "GPT: hidden=", config.hidden,
+          " does not divide by heads=", config.heads, "; choose heads that divide hidden");
+  require(config.dropout >= 0 && config.dropout < 1, "GPT: dropout=", config.dropout,
+          "; expected 0 <= dropout < 1");
   finite("layer_norm_eps", config.layer_norm_eps);
   finite("init_std", config.init_std);
 }
@@ -73,8 +74,8 @@ LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, int64_t i
   LayerPtr attention =
       sequential(std::move(norm1), std::move(qkv), std::make_unique<CausalAttention>(hidden, config.heads),
                  std::move(attention_out), dropout(0));
-  LayerPtr mlp = sequential(std::move(norm2), std::move(up), std::make_unique<Gelu>(mlp_hidden), std::move(down),
-                            dropout(1));
+  LayerPtr mlp = sequential(std::move(norm2), std::move(up), std::make_unique<Gelu>(mlp_hidden),
+                            std::move(down), dropout(1));
   LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden),
                               std::make_unique<Residual>(std::move(mlp), hidden));
   if (config.recompute) block = std::make_unique<Recompute>(std::move(block), hidden);
@@ -94,14 +95,17 @@ Model build_gpt(const GptConfig& config) {
   Model model;
   model.vocab = config.vocab;
   model.max_seq_len = config.seq_len;
-  auto embedding =
-      std::make_unique<Embedding>(model.registry, config.vocab, config.seq_len, config.hidden, config.init_std);
-  model.layers.push_back(sequential(std::move(embedding), std::make_unique<Dropout>(config.hidden, config.dropout, 0)));
+  auto embedding = std::make_unique<Embedding>(model.registry, config.vocab, config.seq_len, config.hidden,
+                                               config.init_std);
+  model.layers.push_back(
+      sequential(std::move(embedding), std::make_unique<Dropout>(config.hidden, config.dropout, 0)));
   for (int64_t i = 0; i < config.layers; ++i) model.layers.push_back(build_block(model.registry, config, i));
-  model.layers.push_back(std::make_unique<LayerNorm>(model.registry, "ln_f", config.hidden, config.layer_norm_eps));
+  model.layers.push_back(
+      std::make_unique<LayerNorm>(model.registry, "ln_f", config.hidden, config.layer_norm_eps));
   LinearOptions head{.bias = false, .init_std = config.init_std, .cut = LinearCut::kColumn};
   if (config.tied) head.tied_to = "wte.weight";
-  model.layers.push_back(std::make_unique<Linear>(model.registry, "lm_head", config.hidden, config.vocab, head));
+  model.layers.push_back(
+      std::make_unique<Linear>(model.registry, "lm_head", config.hidden, config.vocab, head));
   model.layers.push_back(std::make_unique<CrossEntropy>(config.vocab));
   return model;
 }

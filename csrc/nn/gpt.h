@@ -10,13 +10,13 @@ struct GptConfig {
   int64_t hidden = 768;
   int64_t heads = 12;
   int64_t vocab = 50304;
-  int64_t seq_len = 1024;   // the longest sequence: size of the position table
-  int64_t mlp_hidden = 0;   // 0: 4 * hidden
-  float dropout = 0.0f;     // after the embedding and at the end of both branches of a block
-  bool tied = true;         // head and token embedding are one parameter
+  int64_t seq_len = 1024;  // the longest sequence: size of the position table
+  int64_t mlp_hidden = 0;  // 0: 4 * hidden
+  float dropout = 0.0f;    // after the embedding and at the end of both branches of a block
+  bool tied = true;        // head and token embedding are one parameter
   float layer_norm_eps = 1e-5f;
-  double init_std = 0.02;   // the last linear of each branch: init_std / sqrt(2 * layers)
-  bool recompute = false;   // keep only the input of each block
+  double init_std = 0.02;  // the last linear of each branch: init_std / sqrt(2 * layers)
+  bool recompute = false;  // keep only the input of each block
 };
 
 // A chain of layers from tokens to per-token losses. layers: embedding, blocks, final norm, head, loss.

@@ -33,7 +33,7 @@ struct Context {
   const ParamStorage& params;
   MicroBatch batch;
   bool training = false;
-  uint64_t seed = 0;        // dropout: with step and the element's global index, the whole state
+  uint64_t seed = 0;  // dropout: with step and the element's global index, the whole state
   uint32_t step = 0;
   float loss_scale = 1.0f;  // 1 / valid tokens of the global batch
 };
@@ -55,7 +55,7 @@ struct Cost {
   // Kept from forward to backward, without the micro-batch itself and without the layer's own
   // output, which the layer that reads it counts: so the sum over a model counts every buffer once.
   int64_t saved_bytes = 0;
-  int64_t comm_bytes = 0;   // sent by a rank, forward
+  int64_t comm_bytes = 0;  // sent by a rank, forward
 
   Cost& operator+=(const Cost& other);
   double total_flops() const { return forward_flops + backward_input_flops + backward_weight_flops; }

@@ -28,7 +28,8 @@ void sum_over_tp(ParamSpec& spec) { spec.grad_reductions.push_back({"tp", GradRe
 
 // ---- Embedding ----
 
-Embedding::Embedding(ParamRegistry& registry, int64_t vocab, int64_t max_seq_len, int64_t features, double init_std)
+Embedding::Embedding(ParamRegistry& registry, int64_t vocab, int64_t max_seq_len, int64_t features,
+                     double init_std)
     : features_(features), parameters_((vocab + max_seq_len) * features) {
   const ParamInit init{ParamInit::Kind::kNormal, init_std};
   ParamSpec tokens = spec_of("wte.weight", {vocab, features}, init);
@@ -42,8 +43,8 @@ Embedding::Embedding(ParamRegistry& registry, int64_t vocab, int64_t max_seq_len
 Tensor Embedding::forward(const Context& context, const Tensor&, Saved*) const {
   const MicroBatch& batch = context.batch;
   const Tensor out = new_activation(context, {batch.num_samples(), batch.seq_len(), features_}, "embedding");
-  embedding_forward(context.stream, batch.tokens, context.params.weight(tokens_), context.params.weight(positions_),
-                    out);
+  embedding_forward(context.stream, batch.tokens, context.params.weight(tokens_),
+                    context.params.weight(positions_), out);
   return out.view({batch.num_samples() * batch.seq_len(), features_});
 }
 
@@ -66,7 +67,8 @@ Cost Embedding::cost(int64_t num_samples, int64_t seq_len) const {
 
 // ---- Linear ----
 
-Linear::Linear(ParamRegistry& registry, const std::string& name, int64_t in, int64_t out, const LinearOptions& options)
+Linear::Linear(ParamRegistry& registry, const std::string& name, int64_t in, int64_t out,
+               const LinearOptions& options)
     : in_(in), out_(out), bias_(options.bias), owns_weight_(options.tied_to.empty()) {
   std::vector<Cut> weight_cuts, bias_cuts;
   if (options.cut == LinearCut::kColumn) {
@@ -82,8 +84,8 @@ Linear::Linear(ParamRegistry& registry, const std::string& name, int64_t in, int
   } else {
     weight_ = registry.declare_use(options.tied_to);
     const Shape& shape = registry.specs()[static_cast<size_t>(weight_.param)].shape;
-    require(shape == Shape{out, in}, "layer '", name, "' needs a weight of ", Shape{out, in}.to_string(), ", but '",
-            options.tied_to, "' has ", shape.to_string());
+    require(shape == Shape{out, in}, "layer '", name, "' needs a weight of ", Shape{out, in}.to_string(),
+            ", but '", options.tied_to, "' has ", shape.to_string());
   }
   if (bias_) {
     ParamSpec bias = spec_of(name + ".bias", {out}, {});
@@ -142,23 +144,23 @@ Tensor LayerNorm::forward(const Context& context, const Tensor& x, Saved* saved)
   const Tensor y = new_activation(context, x.shape(), "layer_norm");
   const Tensor mean = new_activation(context, {x.size(0)}, "layer_norm mean");
   const Tensor rstd = new_activation(context, {x.size(0)}, "layer_norm rstd");
-  layer_norm_forward(context.stream, x, context.params.weight(gamma_), context.params.weight(beta_), eps_, y, mean,
-                     rstd);
+  layer_norm_forward(context.stream, x, context.params.weight(gamma_), context.params.weight(beta_), eps_, y,
+                     mean, rstd);
   if (saved) saved->tensors = {x, mean, rstd};
   return y;
 }
 
 Tensor LayerNorm::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
   const Tensor dx = new_activation(context, dy.shape(), "layer_norm grad");
-  layer_norm_backward_input(context.stream, dy, saved.tensors[0], context.params.weight(gamma_), saved.tensors[1],
-                            saved.tensors[2], dx);
+  layer_norm_backward_input(context.stream, dy, saved.tensors[0], context.params.weight(gamma_),
+                            saved.tensors[1], saved.tensors[2], dx);
   saved.tensors.push_back(dy);
   return dx;
 }
 
 void LayerNorm::backward_weight(const Context& context, Saved& saved) const {
-  layer_norm_backward_weight(context.stream, saved.tensors[3], saved.tensors[0], saved.tensors[1], saved.tensors[2],
-                             context.params.grad(gamma_), context.params.grad(beta_));
+  layer_norm_backward_weight(context.stream, saved.tensors[3], saved.tensors[0], saved.tensors[1],
+                             saved.tensors[2], context.params.grad(gamma_), context.params.grad(beta_));
 }
 
 Cost LayerNorm::cost(int64_t num_samples, int64_t seq_len) const {
@@ -231,7 +233,9 @@ Tensor Dropout::apply(const Context& context, const Tensor& x) const {
 
 Tensor Dropout::forward(const Context& context, const Tensor& x, Saved*) const { return apply(context, x); }
 
-Tensor Dropout::backward_input(const Context& context, const Tensor& dy, Saved&) const { return apply(context, dy); }
+Tensor Dropout::backward_input(const Context& context, const Tensor& dy, Saved&) const {
+  return apply(context, dy);
+}
 
 Cost Dropout::cost(int64_t num_samples, int64_t seq_len) const {
   return {.bytes_moved = p_ == 0 ? 0 : 2 * kElementBytes * num_samples * seq_len * features_};
@@ -249,7 +253,8 @@ Tensor CrossEntropy::forward(const Context& context, const Tensor& x, Saved* sav
 }
 
 Tensor CrossEntropy::backward_input(const Context& context, const Tensor&, Saved& saved) const {
-  cross_entropy_backward(context.stream, saved.tensors[0], saved.tensors[1], saved.tensors[2], context.loss_scale);
+  cross_entropy_backward(context.stream, saved.tensors[0], saved.tensors[1], saved.tensors[2],
+                         context.loss_scale);
   return saved.tensors[0];
 }
 

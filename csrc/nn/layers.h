@@ -36,7 +36,8 @@ struct LinearOptions {
 // y = x W^T + b with W [out, in].
 class Linear final : public Layer {
  public:
-  Linear(ParamRegistry& registry, const std::string& name, int64_t in, int64_t out, const LinearOptions& options);
+  Linear(ParamRegistry& registry, const std::string& name, int64_t in, int64_t out,
+         const LinearOptions& options);
   Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
   Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
   void backward_weight(const Context& context, Saved& saved) const override;

@@ -27,7 +27,8 @@ ParamUse ParamRegistry::declare(ParamSpec spec) {
 
 ParamUse ParamRegistry::declare_use(const std::string& name) {
   const int param = index(name);
-  if (specs_[static_cast<size_t>(param)].tie_group.empty()) specs_[static_cast<size_t>(param)].tie_group = name;
+  if (specs_[static_cast<size_t>(param)].tie_group.empty())
+    specs_[static_cast<size_t>(param)].tie_group = name;
   return {param, num_uses_[static_cast<size_t>(param)]++};
 }
 

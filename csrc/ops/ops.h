@@ -40,9 +40,10 @@ void add(Stream& stream, const Tensor& x, const Tensor& y, const Tensor& out);  
 // GELU, tanh form (Hendrycks & Gimpel 2016).
 void gelu_forward(Stream& stream, const Tensor& x, const Tensor& y);
 void gelu_backward(Stream& stream, const Tensor& x, const Tensor& dy, const Tensor& dx);  // dx may be dy
-// y = x * mask / (1 - p), mask[i] drawn from `key` at element first_element + i; its own backward (it multiplies: inf * 0 is NaN).
-// 0 <= p < 1; p == 0 copies. y may be x.
-void dropout(Stream& stream, const Tensor& x, const Tensor& y, float p, const RandomKey& key, int64_t first_element);
+// y = x * mask / (1 - p), mask[i] drawn from `key` at element first_element + i; its own backward (it
+// multiplies: inf * 0 is NaN). 0 <= p < 1; p == 0 copies. y may be x.
+void dropout(Stream& stream, const Tensor& x, const Tensor& y, float p, const RandomKey& key,
+             int64_t first_element);
 // Normal numbers of mean 0: element i from `key` at first_element + i (Box-Muller 1958).
 void fill_normal(Stream& stream, const Tensor& out, float std, const RandomKey& key, int64_t first_element);
 
@@ -71,8 +72,8 @@ void attention_backward(Stream& stream, const Tensor& qkv, const Tensor& out, co
 // ---- embedding ----------------------------------------------------------------------------------
 // out[batch, seq, cols] = token_table[tokens] + position_table[0..seq). tokens: int32 [batch, seq],
 // each in [0, token_table rows): checked when the operation runs, before anything is written.
-void embedding_forward(Stream& stream, const Tensor& tokens, const Tensor& token_table, const Tensor& position_table,
-                       const Tensor& out);
+void embedding_forward(Stream& stream, const Tensor& tokens, const Tensor& token_table,
+                       const Tensor& position_table, const Tensor& out);
 // Adds to both gradients, token after token in ascending order.
 void embedding_backward(Stream& stream, const Tensor& tokens, const Tensor& dout, const Tensor& token_grad,
                         const Tensor& position_grad);
@@ -84,8 +85,8 @@ inline constexpr int32_t kIgnoreIndex = -100;
 void cross_entropy_forward(Stream& stream, const Tensor& logits, const Tensor& targets, const Tensor& loss,
                            const Tensor& log_sum_exp);
 // Turns logits into d(loss)/d(logits) * scale in place; rows with kIgnoreIndex become 0.
-void cross_entropy_backward(Stream& stream, const Tensor& logits, const Tensor& targets, const Tensor& log_sum_exp,
-                            float scale);
+void cross_entropy_backward(Stream& stream, const Tensor& logits, const Tensor& targets,
+                            const Tensor& log_sum_exp, float scale);
 
 // ---- order-free scalars ---------------------------------------------------------------------------
 // `limbs`: int64 [ExactSum::kLimbs], an exact accumulator; fill it with zero bytes first.

@@ -10,8 +10,8 @@ namespace polyreme {
 namespace {
 
 void check_number(const char* op, const char* name, double value) {
-  require(value >= 0.0 && std::isfinite(value), op, ": ", name,
-          ": expected a finite number, 0 or more, got ", value);
+  require(value >= 0.0 && std::isfinite(value), op, ": ", name, ": expected a finite number, 0 or more, got ",
+          value);
 }
 
 void check_fraction(const char* op, const char* name, double value) {
@@ -72,8 +72,7 @@ void adamw(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor
       .new_v = static_cast<float>(1.0 - beta2),
       .sqrt_bias2 = static_cast<float>(std::sqrt(1.0 - integer_power(beta2, options.step))),
       .eps = static_cast<float>(options.eps),
-      .step_size =
-          static_cast<float>(options.lr / (1.0 - integer_power(beta1, options.step))),
+      .step_size = static_cast<float>(options.lr / (1.0 - integer_power(beta1, options.step))),
       .decay = weight_decay_factor(options.lr, options.weight_decay)};
   const float* const scale_value = scale.address<float>();
   as_cpu(stream).enqueue(

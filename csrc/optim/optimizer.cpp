@@ -44,8 +44,8 @@ class AdamW final : public Optimizer {
  public:
   AdamW(Stream& stream, const FlatLayout& layout, const FlatRange& range, const OptimizerOptions& options)
       : runs_(decay_runs(layout, range, options.weight_decay)), options_(options) {
-    require(options.beta1 >= 0 && options.beta1 < 1 && options.beta2 >= 0 && options.beta2 < 1, "AdamW: betas (",
-            options.beta1, ", ", options.beta2, "); expected 0 <= beta < 1");
+    require(options.beta1 >= 0 && options.beta1 < 1 && options.beta2 >= 0 && options.beta2 < 1,
+            "AdamW: betas (", options.beta1, ", ", options.beta2, "); expected 0 <= beta < 1");
     // The update computes with fp32: an eps that is 0 there would divide the zeros of the gaps by zero.
     const auto eps = static_cast<float>(options.eps);
     require(eps > 0 && std::isfinite(eps), "AdamW: eps=", options.eps,
@@ -59,12 +59,18 @@ class AdamW final : public Optimizer {
     for (const DecayRun& run : runs_) {
       const auto part = [&run](const Tensor& flat) { return flat.slice(0, run.begin, run.end); };
       adamw(stream, part(weights), part(grads), part(m_), part(v_), scale,
-            {.lr = lr, .beta1 = options_.beta1, .beta2 = options_.beta2, .eps = options_.eps,
-             .weight_decay = run.weight_decay, .step = step});
+            {.lr = lr,
+             .beta1 = options_.beta1,
+             .beta2 = options_.beta2,
+             .eps = options_.eps,
+             .weight_decay = run.weight_decay,
+             .step = step});
     }
   }
 
-  std::vector<std::pair<std::string, Tensor>> state() const override { return {{"exp_avg", m_}, {"exp_avg_sq", v_}}; }
+  std::vector<std::pair<std::string, Tensor>> state() const override {
+    return {{"exp_avg", m_}, {"exp_avg_sq", v_}};
+  }
 
  private:
   std::vector<DecayRun> runs_;

@@ -8,7 +8,8 @@ namespace polyreme {
 
 const char* op_kind_name(OpKind kind) {
   static constexpr std::array<const char*, kNumOpKinds> kNames = {
-      "gemm", "attention", "norm", "elementwise", "embedding", "loss", "optimizer", "collective", "copy", "other"};
+      "gemm", "attention", "norm",       "elementwise", "embedding",
+      "loss", "optimizer", "collective", "copy",        "other"};
   return kNames[static_cast<size_t>(kind)];
 }
 

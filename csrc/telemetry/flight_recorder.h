@@ -34,8 +34,8 @@ struct Span {
   uint64_t sequence = 0;  // position in the recorder, from 0
   int64_t start_ns = 0;   // CLOCK_MONOTONIC
   int64_t end_ns = 0;
-  double flops = 0;       // model arithmetic, 0 where it is not the point
-  int64_t bytes = 0;      // payload of a collective, 0 otherwise
+  double flops = 0;   // model arithmetic, 0 where it is not the point
+  int64_t bytes = 0;  // payload of a collective, 0 otherwise
 };
 
 // A ring of the last `capacity` spans. Off until `enable`; while off, recording costs one relaxed

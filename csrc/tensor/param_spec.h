@@ -42,10 +42,10 @@ struct ParamSpec {
   std::string name;  // global: "h.3.mlp.fc.weight"
   Shape shape;
   DType dtype = DType::kF32;
-  Shape padded_shape;              // equal to shape where nothing is padded; padding is never saved
-  std::string tie_group;           // parameters with the same non-empty group are one parameter with several uses
-  bool weight_decay = true;        // the default rule; a user's rules by name override it
-  std::vector<Cut> cuts;           // empty: replicated on every axis but dp
+  Shape padded_shape;        // equal to shape where nothing is padded; padding is never saved
+  std::string tie_group;     // parameters with the same non-empty group are one parameter with several uses
+  bool weight_decay = true;  // the default rule; a user's rules by name override it
+  std::vector<Cut> cuts;     // empty: replicated on every axis but dp
   std::vector<AxisReduction> grad_reductions = {{"dp", GradReduction::kLaneSum}};
   ParamInit init;
 };

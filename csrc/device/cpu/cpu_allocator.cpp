@@ -31,8 +31,8 @@ class CachedBuffer final : public Buffer {
 
 size_t block_size(size_t size_bytes) {
   const size_t alignment = size_bytes >= kHugePage ? kPage : kSmallAlignment;
-  return static_cast<size_t>(round_up(static_cast<int64_t>(std::max<size_t>(size_bytes, 1)),
-                                      static_cast<int64_t>(alignment)));
+  return static_cast<size_t>(
+      round_up(static_cast<int64_t>(std::max<size_t>(size_bytes, 1)), static_cast<int64_t>(alignment)));
 }
 
 // Null if the memory cannot be had.

@@ -36,11 +36,14 @@ class ImmediateStream final : public CpuStream {
 class ImmediateDevice final : public Device {
  public:
   explicit ImmediateDevice(const CpuDeviceOptions& options)
-      : pool_(options.num_threads), isa_(isa_from_name(options.isa)), allocator_(std::make_shared<CpuAllocator>()) {}
+      : pool_(options.num_threads),
+        isa_(isa_from_name(options.isa)),
+        allocator_(std::make_shared<CpuAllocator>()) {}
 
   DeviceKind kind() const override { return DeviceKind::kCpu; }
   std::string description() const override {
-    return concat("cpu, ", pool_.num_threads(), pool_.num_threads() == 1 ? " thread, " : " threads, ", isa_name(isa_));
+    return concat("cpu, ", pool_.num_threads(), pool_.num_threads() == 1 ? " thread, " : " threads, ",
+                  isa_name(isa_));
   }
   std::shared_ptr<Buffer> allocate(size_t size_bytes, const char* label) override {
     return allocator_->allocate(size_bytes, label);
@@ -77,7 +80,8 @@ void ImmediateStream::enqueue(const OpInfo& info, std::vector<Access>, CpuFuncti
 void run_recorded(const OpInfo& info, uint32_t stream_id, FlightRecorder& recorder, const CpuContext& context,
                   const CpuFunction& function) {
   if (!recorder.enabled()) return function(context);
-  Span span{.name = info.name, .kind = info.kind, .stream = stream_id, .flops = info.flops, .bytes = info.bytes};
+  Span span{
+      .name = info.name, .kind = info.kind, .stream = stream_id, .flops = info.flops, .bytes = info.bytes};
   span.start_ns = FlightRecorder::now_ns();
   function(context);
   span.end_ns = FlightRecorder::now_ns();
@@ -86,8 +90,8 @@ void run_recorded(const OpInfo& info, uint32_t stream_id, FlightRecorder& record
 
 CpuStream& as_cpu(Stream& stream) {
   auto* cpu = dynamic_cast<CpuStream*>(&stream);
-  require<NotAvailable>(cpu != nullptr, "this operation has no implementation for ", stream.device().description(),
-                        "; use a CPU device");
+  require<NotAvailable>(cpu != nullptr, "this operation has no implementation for ",
+                        stream.device().description(), "; use a CPU device");
   return *cpu;
 }
 
