@@ -32,6 +32,7 @@ CLEAN = {
     for name, value in os.environ.items()
     if not re.match(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|POLYREME_|OMP_NUM|OMPI_|PMI|SLURM_)", name)
 }
+CLEAN["PYTHON_COLORS"] = "0"  # tracebacks as they are in a pipe
 CLEAN["PYTHONPATH"] = os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
 
 # Waits until all ranks have come this far, without any runtime.
