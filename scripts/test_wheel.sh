@@ -74,7 +74,7 @@ train() {
 # Beside the tests lies no package: they must find the installed one.
 run_tests() {
   mkdir "$1/tree"
-  cp -r "$SOURCE"/{csrc,examples,pyproject.toml,scripts,tests} "$1/tree/"
+  cp -r "$SOURCE"/{README.md,csrc,examples,pyproject.toml,scripts,tests} "$1/tree/"
   cd "$1/tree"
   ../venv/bin/python -m pytest -q -m "not slow and not torch"
 }

@@ -118,11 +118,12 @@ def clean_environment(**more):
     return {**environment, **more}
 
 
-def polyreme(*arguments, timeout=HANG_S, **environment):
+def polyreme(*arguments, timeout=HANG_S, cwd=None, **environment):
     """Runs the command line to its end."""
     command = [sys.executable, "-m", "polyreme", *map(str, arguments)]
     return subprocess.run(
         command,
+        cwd=cwd,
         env=clean_environment(**environment),
         capture_output=True,
         text=True,

@@ -5,6 +5,7 @@
 
 #include "comm/shared_memory/algorithms.h"
 #include "device/cpu/cpu_device.h"
+#include "tensor/access.h"
 
 namespace polyreme {
 namespace {
@@ -113,13 +114,13 @@ SharedCommunicator::~SharedCommunicator() {
 }
 
 template <typename Run>
-std::unique_ptr<Work> SharedCommunicator::issue(CollectiveCall call, std::vector<Tensor> reads,
-                                                std::vector<Tensor> writes, Stream& stream, Run run) {
+std::unique_ptr<Work> SharedCommunicator::issue(CollectiveCall call, const std::vector<Tensor>& inputs,
+                                                const std::vector<Tensor>& outputs, Stream& stream, Run run) {
   group_->throw_if_failed();
   CpuStream& cpu_stream = as_cpu(stream);
   std::vector<Access> accesses;
-  for (const Tensor& t : reads) accesses.push_back({t.buffer(), t.begin_byte(), t.end_byte(), false});
-  for (const Tensor& t : writes) accesses.push_back({t.buffer(), t.begin_byte(), t.end_byte(), true});
+  for (const Tensor& tensor : inputs) accesses.push_back(reads(tensor));
+  for (const Tensor& tensor : outputs) accesses.push_back(writes(tensor));
   call.sequence = group_->next_sequence();
   auto pending = std::make_shared<PendingCall>(PendingCall{.call = call});
   std::shared_ptr<Event> done = stream.device().create_event();

@@ -66,8 +66,8 @@ class SharedCommunicator final : public Communicator {
 
  private:
   template <typename Run>
-  std::unique_ptr<Work> issue(CollectiveCall call, std::vector<Tensor> reads, std::vector<Tensor> writes,
-                              Stream& stream, Run run);
+  std::unique_ptr<Work> issue(CollectiveCall call, const std::vector<Tensor>& inputs,
+                              const std::vector<Tensor>& outputs, Stream& stream, Run run);
   // Runs `meetings` as one call, after all collectives that were issued before.
   void run_on_host(CollectiveOp op, std::chrono::milliseconds limit, const std::function<void()>& meetings);
   std::unique_ptr<Communicator> split_members(int color, int key, const std::string& name);

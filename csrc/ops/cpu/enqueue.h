@@ -1,12 +1,9 @@
 #pragma once
 
 #include "device/cpu/cpu_device.h"
-#include "tensor/tensor.h"
+#include "tensor/access.h"
 
 namespace polyreme {
-
-inline Access reads(const Tensor& t) { return {t.buffer(), t.begin_byte(), t.end_byte(), false}; }
-inline Access writes(const Tensor& t) { return {t.buffer(), t.begin_byte(), t.end_byte(), true}; }
 
 // The kernel of the level that the device runs at.
 template <typename Function>
