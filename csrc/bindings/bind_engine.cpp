@@ -182,16 +182,9 @@ void bind_engine(py::module_& m) {
           },
           "name"_a, "values"_a)
       .def_property_readonly("applied_steps", &Engine::applied_steps)
-      .def_property_readonly("local_batch", &Engine::local_batch)
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
       .def_property_readonly("num_parameters",
-                             [](const Engine& engine) { return engine.layout().num_parameters(); })
-      .def(
-          "cost",
-          [](const Engine& engine, int64_t num_samples, int64_t seq_len) {
-            return cost_dict(engine.model().cost(num_samples, seq_len));
-          },
-          "num_samples"_a, "seq_len"_a);
+                             [](const Engine& engine) { return engine.layout().num_parameters(); });
 }
 
 }  // namespace polyreme::bindings

@@ -1,3 +1,5 @@
+#include <new>
+
 #include "base/error.h"
 #include "bindings/bindings.h"
 
@@ -17,6 +19,8 @@ void raise(const char* name, const std::exception& error) {
 void bind_errors(py::module_&) {
   py::register_exception_translator([](std::exception_ptr pointer) {
     if (!pointer) return;
+    // A Ctrl-C that came while the call ran is the cause of what it threw, or at least the wish of the user.
+    if (PyErr_CheckSignals() != 0) return;
     try {
       std::rethrow_exception(pointer);
     } catch (const InvalidArgument& error) {
@@ -39,6 +43,8 @@ void bind_errors(py::module_&) {
       raise("CommError", error);
     } catch (const Error& error) {
       raise("Error", error);
+    } catch (const std::bad_alloc& error) {
+      raise("OutOfMemory", error);
     }
   });
 }

@@ -54,6 +54,7 @@ class SampleOrder {
   // Throws InvalidArgument unless 1 <= num_samples <= 2^60.
   SampleOrder(int64_t num_samples, uint64_t seed, bool shuffle);
   int64_t num_samples() const { return num_samples_; }
+  uint64_t seed() const { return seed_; }
   // The sample at `position` >= 0 of the endless sequence; epoch = position / num_samples.
   int64_t operator()(int64_t position) const;
 

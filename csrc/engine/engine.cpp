@@ -1,9 +1,10 @@
 #include "engine/engine.h"
 
 #include <algorithm>
-#include <array>
+#include <bit>
 #include <cmath>
 
+#include "base/hash.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -20,15 +21,14 @@ int64_t checked_lanes(EngineOptions& options, const Communicator& dp) {
   require(options.global_batch >= ranks, "global_batch=", options.global_batch, " is less than dp=", ranks,
           ": some ranks would have no sample; use at least one sample per rank");
   require(options.global_batch % options.lanes_dp == 0, "global_batch=", options.global_batch,
-          " does not divide by lanes.dp=", options.lanes_dp, "; every lane needs the same number of samples");
+          " is not divisible by lanes.dp=", options.lanes_dp,
+          "; every lane needs the same number of samples");
   return options.lanes_dp / ranks;
 }
 
-// FNV-1a (Fowler, Noll, Vo): the random stream of a parameter's initial values comes from its name.
-uint32_t name_hash(const std::string& name) {
-  uint32_t hash = 2166136261u;
-  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
-  return hash;
+// What tells data sets apart, whatever their files are called on each rank.
+std::string samples_of(const TokenDataset& data) {
+  return concat(data.num_tokens(), " tokens of vocabulary ", data.vocab_size());
 }
 
 // Host memory that operations read or write must outlive them, also where an error ends the call.
@@ -67,6 +67,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
       loss_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "loss sum")),
       square_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "squared gradient sum")),
       clip_scale_(empty(device, DType::kF32, {1}, "clip scale")) {
+  agree_on_settings();
   init_weights();
 }
 
@@ -76,7 +77,8 @@ void Engine::init_weights() {
     const Tensor weight = params_.layout().view(params_.weights(), i);
     if (specs[i].init.kind == ParamInit::Kind::kOnes) fill(*stream_, weight, 1.0f);
     if (specs[i].init.kind == ParamInit::Kind::kNormal) {
-      const RandomKey key{options_.seed, RandomPurpose::kInit, name_hash(specs[i].name), 0};
+      const RandomKey key{options_.seed, RandomPurpose::kInit,
+                          static_cast<uint32_t>(text_hash(specs[i].name)), 0};
       fill_normal(*stream_, weight, static_cast<float>(specs[i].init.std), key, 0);
     }
   }
@@ -110,42 +112,63 @@ HostBatch Engine::read_samples(const TokenDataset& data, int64_t count,
                                const std::function<int64_t(int64_t)>& sample) const {
   const int64_t seq_len = model_.max_seq_len;
   HostBatch batch{.num_samples = count, .seq_len = seq_len};
-  batch.tokens.resize(static_cast<size_t>(count * seq_len));
-  batch.targets.resize(static_cast<size_t>(count * seq_len));
+  try {
+    batch.tokens.resize(static_cast<size_t>(count * seq_len));
+    batch.targets.resize(static_cast<size_t>(count * seq_len));
+  } catch (const std::exception&) {
+    throw OutOfMemory(concat("out of host memory for ", count, " samples of ", seq_len,
+                             " tokens; use a smaller global_batch or more ranks"));
+  }
   for (int64_t i = 0; i < count; ++i)
     data.read_sample(sample(i), seq_len, model_.vocab, &batch.tokens[static_cast<size_t>(i * seq_len)],
                      &batch.targets[static_cast<size_t>(i * seq_len)]);
   return batch;
 }
 
-int64_t Engine::agree_on_batch(const HostBatch& batch, double lr, std::exception_ptr refusal) {
-  try {
-    if (!refusal) {
-      check_batch(batch, local_batch(), /*needs_targets=*/true);
-      require(std::isfinite(static_cast<float>(lr)) && lr >= 0, "learning rate ", lr,
-              "; expected a finite number (in fp32), 0 or more");
-    }
-  } catch (const InvalidArgument&) {
-    refusal = std::current_exception();
-  }
-  // Equal lengths are those whose sum of squares is the least that their sum allows.
-  std::array<int64_t, 4> facts = {count_valid(batch), refusal ? 1 : 0, batch.seq_len,
-                                  batch.seq_len * batch.seq_len};
-  if (dp_.size() > 1) {
+Engine::Fact Engine::fact(const char* name, const std::string& text) {
+  return {name, static_cast<int64_t>(text_hash(text)), text};
+}
+
+int64_t Engine::agree(const std::vector<Fact>& facts, const std::exception_ptr& refusal, int64_t addend) {
+  std::vector<int64_t> mine = {addend, refusal ? 1 : 0};
+  for (const Fact& each : facts) mine.push_back(each.value);
+  const auto width = static_cast<int64_t>(mine.size());
+  std::vector<int64_t> all(mine.size() * static_cast<size_t>(dp_.size()));
+  {
     const WaitAtExit wait(*stream_);
-    const Tensor sums = empty(device_, DType::kI64, {facts.size()}, "batch facts");
-    copy_from_host(*stream_, facts.data(), sums);
-    dp_.all_reduce(sums, ReduceOp::kSum, *stream_)->wait_on(*stream_);
-    copy_to_host(*stream_, sums, facts.data());
+    const Tensor gathered = empty(device_, DType::kI64, {dp_.size() * width}, "facts");
+    const Tensor own = gathered.slice(0, dp_rank_ * width, (dp_rank_ + 1) * width);
+    copy_from_host(*stream_, mine.data(), own);
+    dp_.all_gather(own, gathered, *stream_)->wait_on(*stream_);
+    copy_to_host(*stream_, gathered, all.data());
     stream_->synchronize();
   }
   if (refusal) std::rethrow_exception(refusal);
-  const auto [valid, refused, length, square] = facts;
-  require(refused == 0, "the batch of ", refused,
-          " other rank(s) was refused; their errors say why. Nothing was done");
-  require(length * length == square * dp_.size(), "the ranks' batches differ in seq_len; this rank has ",
-          batch.seq_len, ". Give every rank samples of one length");
-  return valid;
+  int64_t sum = 0;
+  std::string different;
+  for (int r = 0; r < dp_.size(); ++r) {
+    const int64_t* theirs = &all[static_cast<size_t>(r * width)];
+    sum += theirs[0];
+    require(theirs[1] == 0, "dp rank ", r, " refused its batch; its own error says why. Nothing was done");
+    for (size_t i = 0; i < facts.size(); ++i)
+      if (theirs[i + 2] != facts[i].value)
+        different += concat(different.empty() ? "" : "; ", "dp rank ", r, " has another ", facts[i].name,
+                            " (here: ", facts[i].text, ")");
+  }
+  require(different.empty(), "the ranks disagree: ", different, ". Give every rank the same");
+  return sum;
+}
+
+void Engine::agree_on_settings() {
+  const OptimizerOptions& rule = options_.optimizer;
+  std::string optimizer = concat(rule.rule, " betas=", rule.beta1, ",", rule.beta2, " eps=", rule.eps,
+                                 " momentum=", rule.momentum, " weight_decay=");
+  for (const double decay : rule.weight_decay) optimizer += concat(decay, " ");
+  agree({fact("model", model_.description), fact("global_batch", concat(options_.global_batch)),
+         fact("lanes.dp", concat(options_.lanes_dp)), fact("seed", concat(options_.seed)),
+         fact("clip_norm", concat(options_.clip_norm)), fact("zero", concat(options_.zero_stage)),
+         fact("optimizer", optimizer)},
+        nullptr);
 }
 
 Engine::DeviceBatch Engine::upload(const HostBatch& batch) {
@@ -225,10 +248,25 @@ double Engine::read_sum(const Tensor& limbs) {
   return ExactSum(values).value();
 }
 
-StepStats Engine::train_step(const HostBatch& batch, double lr) { return train_step(batch, lr, nullptr); }
+StepStats Engine::train_step(const HostBatch& batch, double lr) {
+  return train_step(batch, lr, "the caller's batch", nullptr);
+}
 
-StepStats Engine::train_step(const HostBatch& batch, double lr, std::exception_ptr refusal) {
-  const int64_t valid = agree_on_batch(batch, lr, std::move(refusal));
+StepStats Engine::train_step(const HostBatch& batch, double lr, const std::string& source,
+                             std::exception_ptr refusal) {
+  try {
+    if (!refusal) {
+      check_batch(batch, local_batch(), /*needs_targets=*/true);
+      require(std::isfinite(static_cast<float>(lr)) && lr >= 0, "learning rate ", lr,
+              "; expected a finite number (in fp32), 0 or more");
+    }
+  } catch (const InvalidArgument&) {
+    refusal = std::current_exception();
+  }
+  const int64_t valid = agree({{"learning rate", std::bit_cast<int64_t>(lr), concat(lr)},
+                               {"seq_len", batch.seq_len, concat(batch.seq_len)},
+                               fact("source of samples", source)},
+                              refusal, count_valid(batch));
   const WaitAtExit wait(*stream_);
   const DeviceBatch on_device = upload(batch);
   zero_limbs(*stream_, loss_sum_);
@@ -265,7 +303,9 @@ StepStats Engine::train_step(const TokenDataset& data, const SampleOrder& order,
   } catch (const InvalidArgument&) {  // a token outside the vocabulary
     refusal = std::current_exception();
   }
-  return train_step(batch, lr, std::move(refusal));
+  const std::string source = concat(samples_of(data), ", ", order.num_samples(), " samples in order of seed ",
+                                    order.seed(), ", step ", step);
+  return train_step(batch, lr, source, std::move(refusal));
 }
 
 StepStats Engine::evaluate(const TokenDataset& data, int64_t first, int64_t num_samples) {
@@ -276,7 +316,15 @@ StepStats Engine::evaluate(const TokenDataset& data, int64_t first, int64_t num_
           "', which has ", available, " samples of ", model_.max_seq_len, " tokens");
   const int64_t begin = num_samples * dp_rank_ / dp_.size();
   const int64_t count = num_samples * (dp_rank_ + 1) / dp_.size() - begin;
-  const HostBatch batch = read_samples(data, count, [&](int64_t i) { return first + begin + i; });
+  HostBatch batch;
+  std::exception_ptr refusal;
+  try {
+    batch = read_samples(data, count, [&](int64_t i) { return first + begin + i; });
+  } catch (const InvalidArgument&) {  // a token outside the vocabulary
+    refusal = std::current_exception();
+  }
+  agree({fact("source of samples", concat(samples_of(data), ", from ", first, " on ", num_samples))},
+        refusal);
   const WaitAtExit wait(*stream_);
   zero_limbs(*stream_, loss_sum_);
   if (count > 0) {

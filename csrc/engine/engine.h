@@ -45,8 +45,8 @@ struct StepStats {
 // on the number of ranks or the micro-batch size.
 class Engine {
  public:
-  // Draws the initial weights. `device` and `mesh` must outlive the engine. Throws InvalidArgument
-  // naming the sizes that do not fit together.
+  // Draws the initial weights. `device` and `mesh` must outlive the engine. Collective. Throws
+  // InvalidArgument naming the sizes that do not fit together, or the settings that differ between ranks.
   Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& options);
 
   // One optimizer step. `batch` has this rank's samples: the global batch cut evenly over dp, in
@@ -81,11 +81,20 @@ class Engine {
   void check_batch(const HostBatch& batch, int64_t num_samples, bool needs_targets) const;
   HostBatch read_samples(const TokenDataset& data, int64_t count,
                          const std::function<int64_t(int64_t)>& sample) const;
-  // `refusal`: why this rank has no batch, or null.
-  StepStats train_step(const HostBatch& batch, double lr, std::exception_ptr refusal);
-  // Checks the batches of all ranks together: all throw, or none. Returns the valid tokens of the global
-  // batch.
-  int64_t agree_on_batch(const HostBatch& batch, double lr, std::exception_ptr refusal);
+  // `source`: where the samples come from, equal on all ranks; `refusal`: why this rank has none, or null.
+  StepStats train_step(const HostBatch& batch, double lr, const std::string& source,
+                       std::exception_ptr refusal);
+  // Something that must be equal on all ranks. `value` is compared; `text` is for people.
+  struct Fact {
+    const char* name;
+    int64_t value;
+    std::string text;
+  };
+  static Fact fact(const char* name, const std::string& text);
+  // All ranks throw, or none: `refusal` if this rank has one, otherwise InvalidArgument naming the ranks with
+  // a refusal or with other facts. Returns the sum of `addend` over the ranks. Waits for them.
+  int64_t agree(const std::vector<Fact>& facts, const std::exception_ptr& refusal, int64_t addend = 0);
+  void agree_on_settings();
   DeviceBatch upload(const HostBatch& batch);
   Context make_context(const DeviceBatch& batch, int64_t begin, int64_t end, int64_t first_sample,
                        bool training) const;

@@ -29,7 +29,7 @@ void validate(const GptConfig& config) {
   require(config.mlp_hidden >= 0 && config.mlp_hidden <= kMaxWidth, "GPT: mlp_hidden=", config.mlp_hidden,
           "; expected 0 (4 * hidden), or 1 to ", kMaxWidth);
   require(config.hidden % config.heads == 0, "GPT: hidden=", config.hidden,
-          " does not divide by heads=", config.heads, "; choose heads that divide hidden");
+          " is not divisible by heads=", config.heads, "; choose heads that divide hidden");
   require(config.dropout >= 0 && config.dropout < 1, "GPT: dropout=", config.dropout,
           "; expected 0 <= dropout < 1");
   finite("layer_norm_eps", config.layer_norm_eps);
@@ -93,6 +93,11 @@ Cost Model::cost(int64_t num_samples, int64_t seq_len) const {
 Model build_gpt(const GptConfig& config) {
   validate(config);
   Model model;
+  model.description =
+      concat("GPT layers=", config.layers, " hidden=", config.hidden, " heads=", config.heads,
+             " vocab=", config.vocab, " seq_len=", config.seq_len, " mlp_hidden=", config.mlp_hidden,
+             " dropout=", config.dropout, " tied=", config.tied, " layer_norm_eps=", config.layer_norm_eps,
+             " init_std=", config.init_std);
   model.vocab = config.vocab;
   model.max_seq_len = config.seq_len;
   auto embedding = std::make_unique<Embedding>(model.registry, config.vocab, config.seq_len, config.hidden,

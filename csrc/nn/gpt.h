@@ -21,6 +21,7 @@ struct GptConfig {
 
 // A chain of layers from tokens to per-token losses. layers: embedding, blocks, final norm, head, loss.
 struct Model {
+  std::string description;  // all of its settings; equal texts, equal models
   ParamRegistry registry;
   std::vector<LayerPtr> layers;
   int64_t vocab = 0;

@@ -11,6 +11,7 @@ import polyreme as pr
 import pytest
 from helpers import TINY, alone, batches, fingerprint, local_part, make_trainer, train
 from polyreme import _core
+from polyreme.data.token_file import write_tokens
 from polyreme.testing import run_ranks
 
 MODEL = pr.models.GPT(**TINY)
@@ -422,5 +423,53 @@ def test_a_bad_batch_on_one_rank_is_refused_on_all_and_training_goes_on(bad):
     if bad == "another length":
         assert all("seq_len" in text for text in texts)
     else:
-        assert "1 other rank(s)" in texts[0]
+        assert "rank 1 refused its batch" in texts[0]
         assert f"token {model.vocab}" in texts[1]
+
+
+# ---- ranks that do not mean the same ----
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("seed", lambda rank: {"seed": rank}),
+        ("clip_norm", lambda rank: {"clip_norm": 1.0 + rank}),
+        ("lanes.dp", lambda rank: {"lanes": pr.Lanes(dp=2 + 2 * rank)}),
+        ("zero", lambda rank: {"zero": rank}),
+        ("optimizer", lambda rank: {"optimizer": pr.SGD(lr=0.1) if rank else pr.AdamW(lr=0.1)}),
+        ("model", lambda rank: {"model": pr.models.GPT(**TINY, dropout=0.1 * rank)}),
+    ],
+)
+def test_settings_that_differ_between_ranks_are_refused(name, options):
+    def run(world):
+        with pytest.raises(pr.InvalidArgument, match=f"rank {1 - world.rank} has another {name}"):
+            make_trainer(world, **options(world.rank))
+
+    run_ranks(2, run, timeout_s=10)
+
+
+def test_a_learning_rate_that_differs_is_refused_and_nothing_moves():
+    tokens, targets = batches(1, 8, MODEL)[0]
+
+    def run(world):
+        trainer = make_trainer(world, optimizer=pr.SGD(lr=0.1 * (1 + world.rank)))
+        before = trainer.parameter("wte.weight")
+        with pytest.raises(pr.InvalidArgument, match="another learning rate"):
+            trainer.step(local_part(world, tokens), local_part(world, targets))
+        assert np.array_equal(trainer.parameter("wte.weight"), before)
+
+    run_ranks(2, run, timeout_s=10)
+
+
+def test_data_that_differ_are_refused_also_by_evaluate(tmp_path):
+    def run(world):
+        path = tmp_path / f"{world.rank}.bin"
+        write_tokens(path, [np.arange(2000 + 100 * world.rank) % MODEL.vocab], MODEL.vocab)
+        data = pr.data.TokenDataset(path, seq_len=MODEL.seq_len)
+        trainer = make_trainer(world)
+        for call in (lambda: next(trainer.fit(data, steps=1)), lambda: trainer.evaluate(data, num_samples=4)):
+            with pytest.raises(pr.InvalidArgument, match="another source of samples"):
+                call()
+
+    run_ranks(2, run, timeout_s=10)

@@ -95,6 +95,21 @@ TEST(Gelu, IsCloseToDouble) {
   RecordProperty("worst_slope", std::to_string(worst_slope * 1e9) + "e-9");
 }
 
+TEST(Gelu, IsFiniteAtEveryNumberWhereItsExponentialOverflows) {
+  std::vector<float> x;
+  for (float v = -10.0605f; v > -10.0615f; v = std::nextafter(v, -11.0f)) x.push_back(v);
+  const auto values = same_bits_everywhere([&](Rig& rig) {
+    const Tensor tx = rig.upload(x), dy = rig.upload(std::vector<float>(x.size(), 1.0f));
+    const Tensor out = rig.empty_f32({static_cast<int64_t>(x.size())});
+    gelu_forward(rig.stream(), tx, out);
+    auto result = rig.download(out);
+    gelu_backward(rig.stream(), tx, dy, out);
+    append(result, rig.download(out));
+    return result;
+  });
+  for (const float value : values) ASSERT_NEAR(value, 0.0f, 1e-7);
+}
+
 TEST(Gelu, LargeInputsGiveTheLimits) {
   Rig rig;
   const Tensor x = rig.upload({30.0f, 1e10f, -30.0f, -1e10f}), dy = rig.upload(std::vector<float>(4, 1.0f));

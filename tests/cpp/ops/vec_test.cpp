@@ -245,40 +245,54 @@ double ulps(float got, double want) {
   return std::fabs(got - want) / std::ldexp(1.0, std::ilogb(rounded) - 23);
 }
 
-TEST(Vec, ElementaryFunctionsAreAccurate) {
-  for (const Level& level : levels()) {
-    // A stride through all bit patterns: zeros, subnormals, infinities and NaN included.
-    for (uint64_t base = 0; base < (1ull << 32); base += 16 * 4999) {
-      float x[kLanes], out[kLanes];
-      for (int i = 0; i < kLanes; ++i) {
-        x[i] = from_bits(static_cast<uint32_t>(base + static_cast<uint64_t>(i) * 4999));
-      }
-      level.apply(19, x, x, x, out);
-      for (int i = 0; i < kLanes; ++i) {
-        const double want = std::exp(static_cast<double>(x[i]));
-        if (want < 1.17549435e-38) {
-          ASSERT_EQ(out[i], 0.0f) << level.name << " exp(" << x[i] << ")";
-        } else {
-          ASSERT_LE(ulps(out[i], want), 1.0) << level.name << " exp(" << x[i] << ")";
-        }
-      }
-      level.apply(20, x, x, x, out);
-      for (int i = 0; i < kLanes; ++i) {
-        const double want = std::tanh(static_cast<double>(x[i]));
-        if (std::fabs(x[i]) < 1.0e-37f) {
-          ASSERT_EQ(out[i], x[i]) << level.name;
-        } else {
-          ASSERT_LE(ulps(out[i], want), 2.0) << level.name << " tanh(" << x[i] << ")";
-        }
-      }
-      level.apply(21, x, x, x, out);
-      for (int i = 0; i < kLanes; ++i) {
-        const bool flushed = x[i] >= 0.0f && x[i] < 1.17549435e-38f;
-        const double want = flushed ? -kInf : std::log(static_cast<double>(x[i]));
-        ASSERT_LE(ulps(out[i], want), 1.0) << level.name << " log(" << x[i] << ")";
+// exp, tanh and log of the numbers with bit patterns begin, begin + stride, ... below end.
+void check_elementary(const Level& level, uint64_t begin, uint64_t end, uint64_t stride) {
+  for (uint64_t base = begin; base < end; base += kLanes * stride) {
+    float x[kLanes], out[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      x[i] = from_bits(static_cast<uint32_t>(base + static_cast<uint64_t>(i) * stride));
+    }
+    level.apply(19, x, x, x, out);
+    for (int i = 0; i < kLanes; ++i) {
+      const double want = std::exp(static_cast<double>(x[i]));
+      if (want < 1.17549435e-38) {
+        ASSERT_EQ(out[i], 0.0f) << level.name << " exp(" << x[i] << ")";
+      } else {
+        ASSERT_LE(ulps(out[i], want), 1.0) << level.name << " exp(" << x[i] << ")";
       }
     }
+    level.apply(20, x, x, x, out);
+    for (int i = 0; i < kLanes; ++i) {
+      const double want = std::tanh(static_cast<double>(x[i]));
+      if (std::fabs(x[i]) < 1.0e-37f) {
+        ASSERT_EQ(out[i], x[i]) << level.name;
+      } else {
+        ASSERT_LE(ulps(out[i], want), 2.0) << level.name << " tanh(" << x[i] << ")";
+      }
+    }
+    level.apply(21, x, x, x, out);
+    for (int i = 0; i < kLanes; ++i) {
+      const bool flushed = x[i] >= 0.0f && x[i] < 1.17549435e-38f;
+      const double want = flushed ? -kInf : std::log(static_cast<double>(x[i]));
+      ASSERT_LE(ulps(out[i], want), 1.0) << level.name << " log(" << x[i] << ")";
+    }
   }
+}
+
+TEST(Vec, ElementaryFunctionsAreAccurate) {
+  // A stride through all bit patterns: zeros, subnormals, infinities and NaN included.
+  for (const Level& level : levels()) check_elementary(level, 0, 1ull << 32, 4999);
+}
+
+TEST(Vec, ElementaryFunctionsAreAccurateAtEveryNumberNearTheirBorders) {
+  // Overflow and underflow of exp, the same for tanh's exp(2 |x|), tanh's change of formula and saturation,
+  // the smallest normal number, and 1.
+  for (const Level& level : levels())
+    for (const float border : {88.722839f, 87.336548f, 44.361419f, 0.625f, 9.02f, 1.17549435e-38f, 1.0f})
+      for (const float x : {border, -border}) {
+        const uint64_t center = bits_of(x);
+        check_elementary(level, center - 20000, center + 20000, 1);
+      }
 }
 
 TEST(Vec, PartialAccessTouchesOnlyItsLanes) {

@@ -444,7 +444,7 @@ POLYREME_INLINE v16f exp(v16f x) {
   v16f y = as_float(as_int(p) + shift_left<23>(round_to_int(n)));
   // log(2^-126) and log(FLT_MAX), rounded inwards.
   y = select(x < broadcast(-87.336540f), zero(), y);
-  return select(x > broadcast(88.722839f), broadcast(__builtin_inff()), y);
+  return select(x > broadcast(0x1.62e42ep+6f), broadcast(__builtin_inff()), y);
 }
 
 // tanh(x): below 0.625 the odd polynomial of Cephes tanhf (Moshier), above it
