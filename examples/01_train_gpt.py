@@ -18,7 +18,7 @@ SEPARATOR = 256
 
 
 def default_corpus() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "polyreme" / f"python-{sysconfig.get_python_version()}-stdlib.bin"
 
 
@@ -35,6 +35,11 @@ def prepare_corpus(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     corpus = prepare_bytes(sources, str(path), include=["*.py"])
     print(f"prepared {corpus.train.num_tokens:,} tokens of {folder} in {path}", flush=True)
+
+
+def visible(text: str) -> str:
+    """Without the control characters that a young model may produce: terminals act on them."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def parse_args() -> argparse.Namespace:
@@ -107,7 +112,7 @@ def main() -> None:
         prompt = "def "
         tokens = pr.generate(trainer, [SEPARATOR, *prompt.encode()], num_tokens=args.generate, seed=args.seed)
         text = bytes(token for token in tokens if token < SEPARATOR).decode("utf-8", "replace")
-        print(f"--- generated from {prompt!r} ---\n{prompt}{text}", flush=True)
+        print(f"--- generated from {prompt!r} ---\n{prompt}{visible(text)}", flush=True)
     world.barrier()
 
 

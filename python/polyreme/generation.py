@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from .checks import MAX_SEED, check_int, check_number, check_type
 from .errors import InvalidArgument
 from .trainer import Trainer
 
@@ -30,13 +30,13 @@ def generate(
     Raises:
         InvalidArgument: an empty prompt, or arguments out of range.
     """
+    check_type("generate: trainer", trainer, Trainer, "a polyreme.Trainer")
     if len(prompt) == 0:
         raise InvalidArgument("generate: the prompt is empty; give at least one token")
-    if not 0 <= temperature < math.inf or top_k < 1 or num_tokens < 0:
-        raise InvalidArgument(
-            f"generate: temperature={temperature}, top_k={top_k}, num_tokens={num_tokens};"
-            " expected temperature >= 0, top_k >= 1, num_tokens >= 0"
-        )
+    num_tokens = check_int("generate: num_tokens", num_tokens, 0)
+    temperature = check_number("generate: temperature", temperature)
+    top_k = check_int("generate: top_k", top_k, 1)
+    seed = check_int("generate: seed", seed, 0, MAX_SEED)
     return _continue(trainer, list(prompt), num_tokens, temperature, top_k, seed)
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .checks import check_int, check_number
 from .errors import InvalidArgument
 
 __all__ = ["Schedule", "constant", "warmup_cosine", "warmup_linear", "wsd"]
@@ -27,21 +28,21 @@ class Schedule:
     _text: str
 
     def __post_init__(self) -> None:
-        if not (self.peak >= 0 and math.isfinite(self.peak)):
-            raise InvalidArgument(f"{self._text}: peak={self.peak}; expected a finite number, 0 or more")
-        if not 0 <= self.warmup <= self.total:
+        def store(name: str, value: int | float) -> None:
+            object.__setattr__(self, name, value)
+
+        store("peak", check_number(f"{self._text}: peak", self.peak))
+        store("warmup", check_int(f"{self._text}: warmup", self.warmup, 0))
+        store("total", check_int(f"{self._text}: total", self.total, 0))
+        store("final", check_number(f"{self._text}: final", self.final))
+        if self.warmup > self.total:
             raise InvalidArgument(
                 f"{self._text}: warmup={self.warmup}, total={self.total}; expected 0 <= warmup <= total"
-            )
-        if not (self.final >= 0 and math.isfinite(self.final)):
-            raise InvalidArgument(
-                f"{self._text}: final={self.final}; expected a finite share of peak, 0 or more"
             )
 
     def __call__(self, step: int) -> float:
         """The learning rate of update number `step`, from 1."""
-        if step < 1:
-            raise InvalidArgument(f"{self._text}: step={step}; updates are counted from 1")
+        step = check_int(f"{self._text}: updates are counted from 1: step", step, 1)
         if step <= self.warmup:
             return self.peak * step / self.warmup
         return self.peak * self._after(step)
@@ -86,7 +87,10 @@ def warmup_linear(*, peak: float, warmup: int, total: int, final: float = 0.0) -
 def wsd(*, peak: float, warmup: int, total: int, decay: int, final: float = 0.0) -> Schedule:
     """Warm-up, stable, decay (Hu et al. 2024): linear to final * peak over the last `decay` updates."""
     text = f"wsd(peak={peak}, warmup={warmup}, total={total}, decay={decay}, final={final})"
-    if not 0 <= decay <= total - warmup:
+    warmup = check_int(f"{text}: warmup", warmup, 0)
+    total = check_int(f"{text}: total", total, 0)
+    decay = check_int(f"{text}: decay", decay, 0)
+    if decay > total - warmup:
         raise InvalidArgument(f"{text}: decay={decay}; expected 0 <= decay <= total - warmup")
 
     def after(step: int) -> float:

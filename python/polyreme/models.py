@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from . import _core
+from .checks import check_int, check_number, check_type
 from .errors import InvalidArgument
 
 __all__ = ["GPT"]
@@ -15,8 +15,6 @@ __all__ = ["GPT"]
 @dataclass(frozen=True, kw_only=True)
 class GPT:
     """The GPT-2 family: learned positions, pre-LayerNorm blocks, GELU (tanh form).
-
-
 
     layers, hidden, heads: the size; heads must divide hidden.
     vocab: number of tokens.
@@ -41,26 +39,25 @@ class GPT:
     recompute: bool = False
 
     def __post_init__(self) -> None:
+        def store(name: str, value: int | float) -> None:
+            object.__setattr__(self, name, value)  # as a plain int or float, whatever type came
+
         for name in ("layers", "hidden", "heads", "vocab", "seq_len"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise InvalidArgument(f"GPT: {name}={value!r}; expected an integer, at least 1")
-        if self.mlp_hidden is not None and (not isinstance(self.mlp_hidden, int) or self.mlp_hidden < 1):
-            raise InvalidArgument(
-                f"GPT: mlp_hidden={self.mlp_hidden!r}; expected an integer, at least 1, or None for 4 * hidden"
+            store(name, check_int(f"GPT: {name}", getattr(self, name), 1))
+        if self.mlp_hidden is not None:
+            store(
+                "mlp_hidden",
+                check_int("GPT: mlp_hidden", self.mlp_hidden, 1, otherwise="None for 4 * hidden"),
             )
+        for name in ("tied", "recompute"):
+            check_type(f"GPT: {name}", getattr(self, name), bool, "True or False")
         if self.hidden % self.heads:
             raise InvalidArgument(
-                f"GPT: hidden={self.hidden} does not divide by heads={self.heads}; choose heads that divide hidden"
+                f"GPT: hidden={self.hidden} is not divisible by heads={self.heads}; choose heads that divide hidden"
             )
-        if not 0 <= self.dropout < 1:
-            raise InvalidArgument(f"GPT: dropout={self.dropout}; expected 0 <= dropout < 1")
-        if not 0 < self.layer_norm_eps < math.inf:
-            raise InvalidArgument(
-                f"GPT: layer_norm_eps={self.layer_norm_eps}; expected a finite number, more than 0"
-            )
-        if not 0 <= self.init_std < math.inf:
-            raise InvalidArgument(f"GPT: init_std={self.init_std}; expected a finite number, 0 or more")
+        store("dropout", check_number("GPT: dropout", self.dropout, high=1.0))
+        store("layer_norm_eps", check_number("GPT: layer_norm_eps", self.layer_norm_eps, above=True))
+        store("init_std", check_number("GPT: init_std", self.init_std))
 
     def _config(self) -> _core.GptConfig:
         return _core.GptConfig(

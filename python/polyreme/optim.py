@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from .checks import check_number, check_type
 from .errors import InvalidArgument
 from .lr import Schedule
 
@@ -32,20 +32,28 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         rule = type(self).__name__
-        if isinstance(self.lr, (int, float)):
-            if not 0 <= self.lr < math.inf:
-                raise InvalidArgument(f"{rule}: lr={self.lr}; expected a finite number, 0 or more")
-        elif not callable(self.lr):
-            raise InvalidArgument(f"{rule}: lr={self.lr!r}; expected a number or a schedule of polyreme.lr")
-        for name, value in (("weight_decay", self.weight_decay), *self.weight_decay_rules.items()):
-            if not 0 <= value < math.inf:
-                raise InvalidArgument(
-                    f"{rule}: weight decay {name}={value}; expected a finite number, 0 or more"
-                )
+        if not callable(self.lr):
+            lr = check_number(f"{rule}: lr", self.lr, otherwise="a schedule of polyreme.lr")
+            object.__setattr__(self, "lr", lr)
+        check_type(
+            f"{rule}: weight_decay_rules",
+            self.weight_decay_rules,
+            Mapping,
+            "patterns of names to their decay",
+        )
+        decay = check_number(f"{rule}: weight_decay", self.weight_decay)
+        rules = {
+            pattern: check_number(f"{rule}: weight_decay_rules: {pattern}", value)
+            for pattern, value in self.weight_decay_rules.items()
+        }
+        object.__setattr__(self, "weight_decay", decay)
+        object.__setattr__(self, "weight_decay_rules", rules)
 
     def lr_at(self, step: int) -> float:
         """The learning rate of the update number `step`, counted from 1."""
-        return float(self.lr) if isinstance(self.lr, (int, float)) else self.lr(step)
+        if not callable(self.lr):
+            return self.lr
+        return check_number(f"{type(self).__name__}: learning rate of update {step}: lr", self.lr(step))
 
     def decay_of(self, specs: list[dict[str, Any]]) -> list[float]:
         """The weight decay of every parameter in `specs`."""
@@ -75,10 +83,11 @@ class AdamW(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise InvalidArgument(f"AdamW: betas={self.betas}; expected two numbers, 0 <= beta < 1")
-        if not 0 < self.eps < math.inf:
-            raise InvalidArgument(f"AdamW: eps={self.eps}; expected a finite number, more than 0")
+        if not isinstance(self.betas, Sequence) or len(self.betas) != 2:
+            raise InvalidArgument(f"AdamW: betas={self.betas!r}; expected two numbers, 0 <= beta < 1")
+        betas = tuple(check_number(f"AdamW: betas={self.betas}: beta", beta, high=1.0) for beta in self.betas)
+        object.__setattr__(self, "betas", betas)
+        object.__setattr__(self, "eps", check_number("AdamW: eps", self.eps, above=True))
 
     def _constants(self) -> dict[str, Any]:
         return {
@@ -98,8 +107,7 @@ class SGD(Optimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise InvalidArgument(f"SGD: momentum={self.momentum}; expected 0 <= momentum < 1")
+        object.__setattr__(self, "momentum", check_number("SGD: momentum", self.momentum, high=1.0))
 
     def _constants(self) -> dict[str, Any]:
         return {"rule": "sgd", "beta1": 0.0, "beta2": 0.0, "eps": 1.0, "momentum": self.momentum}

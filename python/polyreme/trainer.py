@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _core, optim
+from .checks import MAX_SEED, check_int, check_number, check_type
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
 from .models import GPT
@@ -83,17 +84,21 @@ class Trainer:
         zero: int = 0,
         precision: str = "fp32",
     ) -> None:
-        if zero not in (0, 1):
+        check_type("model", model, GPT, "a polyreme.models.GPT")
+        check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
+        check_type("optimizer", optimizer, optim.Optimizer, "a polyreme.AdamW or polyreme.SGD")
+        if lanes is not None:
+            check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")
+        zero = check_int("zero", zero, 0)
+        if zero > 1:
             raise NotAvailable(f"zero={zero}: this version has ZeRO stages 0 and 1; use zero=1")
         if precision != "fp32":
             raise NotAvailable(f"precision={precision!r}: this version computes in 'fp32'")
-        for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch)):
-            if not isinstance(value, int) or value < 1:
-                raise InvalidArgument(f"{name}={value!r}; expected an integer, at least 1")
-        if clip_norm is not None and not clip_norm > 0:
-            raise InvalidArgument(f"clip_norm={clip_norm}; expected more than 0, or None for no limit")
-        if not 0 <= seed < 1 << 64:
-            raise InvalidArgument(f"seed={seed}; expected 0 to 2^64 - 1")
+        global_batch = check_int("global_batch", global_batch, 1)
+        micro_batch = check_int("micro_batch", micro_batch, 1)
+        if clip_norm is not None:
+            clip_norm = check_number("clip_norm", clip_norm, above=True, otherwise="None for no limit")
+        seed = check_int("seed", seed, 0, MAX_SEED)
         self.model = model
         self.mesh = mesh
         self.optimizer = optimizer
@@ -161,10 +166,24 @@ class Trainer:
         Args:
             validation: evaluated every `validate_every` steps (0: never between) and after the last one.
             validation_samples: samples of one evaluation; default: all.
+
+        Raises:
+            InvalidArgument: data that does not fit the model, or has fewer samples than global_batch.
         """
         self._check_data(data)
         if validation is not None:
             self._check_data(validation)
+        steps = check_int("fit: steps", steps, 0)
+        validate_every = check_int("fit: validate_every", validate_every, 0)
+        if validation_samples is not None:
+            validation_samples = check_int(
+                "fit: validation_samples", validation_samples, 1, otherwise="None for all"
+            )
+        if data.num_samples < self.global_batch:
+            raise InvalidArgument(
+                f"fit: '{data.path}' has {data.num_samples} samples, fewer than global_batch={self.global_batch}:"
+                " samples would repeat inside a batch; use more text, a shorter seq_len or a smaller global_batch"
+            )
         return self._fit(data, steps, validation, validate_every, validation_samples)
 
     def _fit(
@@ -192,10 +211,13 @@ class Trainer:
     def evaluate(self, data: TokenDataset, *, num_samples: int | None = None) -> float:
         """Mean loss over the first `num_samples` samples (default: all), without dropout."""
         self._check_data(data)
-        count = data.num_samples if num_samples is None else min(num_samples, data.num_samples)
+        count = data.num_samples
+        if num_samples is not None:
+            count = min(count, check_int("evaluate: num_samples", num_samples, 1, otherwise="None for all"))
         return float(self._engine.evaluate(data._core, 0, count)["loss"])
 
     def _check_data(self, data: TokenDataset) -> None:
+        check_type("data", data, TokenDataset, "a polyreme.data.TokenDataset")
         if data.vocab_size > self.model.vocab:
             raise InvalidArgument(
                 f"'{data.path}' has a vocabulary of {data.vocab_size} tokens, the model one of {self.model.vocab};"

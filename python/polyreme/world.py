@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _core
+from .checks import MAX_THREADS, check_int, check_timeout, check_type
 from .environment import RankEnvironment, read_rank_environment
-from .errors import InvalidArgument, NotAvailable
+from .errors import NotAvailable
 
 __all__ = ["Lanes", "Mesh", "World", "init"]
 
@@ -28,10 +29,9 @@ class Lanes:
     dp: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dp is not None and (not isinstance(self.dp, int) or self.dp < 1):
-            raise InvalidArgument(
-                f"Lanes: dp={self.dp!r}; expected an integer, at least 1, or None for the size of dp"
-            )
+        if self.dp is not None:
+            dp = check_int("Lanes: dp", self.dp, 1, otherwise="None for the size of dp")
+            object.__setattr__(self, "dp", dp)
 
 
 class World:
@@ -62,7 +62,7 @@ class World:
         Raises:
             Timeout: after `timeout_s`, naming the missing ranks.
         """
-        self._core.barrier(timeout_s=timeout_s)
+        self._core.barrier(timeout_s=check_timeout("barrier: timeout_s", timeout_s))
 
     def memory(self) -> dict[str, int]:
         """Bytes of device memory: in_use_bytes, peak_bytes, reserved_bytes."""
@@ -99,6 +99,10 @@ def init(
         NotAvailable: a device or launcher that this build does not have.
         Timeout: ranks did not come; names them.
     """
+    if num_threads is not None:
+        num_threads = check_int("init: num_threads", num_threads, 1, MAX_THREADS)
+    timeout_s = check_timeout("init: timeout_s", timeout_s)
+    init_timeout_s = check_timeout("init: init_timeout_s", init_timeout_s)
     if device != "cpu":
         raise NotAvailable(f"device={device!r}: this version trains on 'cpu'; see `polyreme doctor`")
     env = environment if environment is not None else read_rank_environment()
@@ -141,14 +145,14 @@ class Mesh:
     def __init__(
         self, world: World, *, dp: int | None = None, pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1
     ) -> None:
-        for name, size in (("pp", pp), ("tp", tp), ("cp", cp), ("ep", ep)):
-            if size < 1:
-                raise InvalidArgument(f"mesh axis {name}={size}; expected at least 1")
-            if size > 1:
+        check_type("Mesh: world", world, World, "the polyreme.World that polyreme.init returns")
+        given = {"pp": pp, "dp": world.size if dp is None else dp, "cp": cp, "ep": ep, "tp": tp}
+        sizes = {name: check_int(f"mesh axis {name}", size, 1) for name, size in given.items()}
+        for name, size in sizes.items():
+            if name != "dp" and size > 1:
                 raise NotAvailable(
                     f"mesh axis {name}={size}: this version has data parallelism only; use dp={world.size}"
                 )
-        sizes = {"pp": pp, "dp": world.size if dp is None else dp, "cp": cp, "ep": ep, "tp": tp}
         self.world = world
         self._core = _core.Mesh(world._core, [(name, sizes[name]) for name in self.AXES])
 

@@ -184,10 +184,98 @@ def test_configurations_are_frozen_and_have_keywords_only():
         ({"clip_norm": math.nan}, pr.InvalidArgument, ["clip_norm=nan"]),
         ({"seed": -1}, pr.InvalidArgument, ["seed=-1", "2^64"]),
         ({"seed": 1 << 64}, pr.InvalidArgument, [f"seed={1 << 64}"]),
+        ({"seed": True}, pr.InvalidArgument, ["seed=True", "bool", "integer"]),
+        ({"zero": -1}, pr.InvalidArgument, ["zero=-1"]),
+        ({"zero": True}, pr.InvalidArgument, ["zero=True", "bool"]),
+        ({"clip_norm": "1"}, pr.InvalidArgument, ["clip_norm='1'", "str", "finite number"]),
+        ({"lanes": 4}, pr.InvalidArgument, ["lanes=4", "int", "polyreme.Lanes"]),
+        ({"optimizer": 3}, pr.InvalidArgument, ["optimizer=3", "int", "polyreme.AdamW"]),
     ],
 )
 def test_trainer(world, options, error, words):
     refused(error, words, lambda: make_trainer(world, MODEL, **options))
+
+
+def test_other_types_for_model_mesh_and_data(world, trainer):
+    optimizer = pr.AdamW()
+    words = ["of type int", "expected"]
+    make = [
+        lambda: pr.Trainer(3, pr.Mesh(world), optimizer=optimizer, global_batch=8),
+        lambda: pr.Trainer(MODEL, 3, optimizer=optimizer, global_batch=8),
+        lambda: pr.Mesh(3),
+        lambda: trainer.fit(3, steps=1),
+        lambda: trainer.evaluate(3),
+        lambda: pr.generate(3, [1], num_tokens=1),
+    ]
+    for each, name in zip(make, ["model", "mesh", "world", "data", "data", "trainer"], strict=True):
+        refused(pr.InvalidArgument, [f"{name}=3", *words], each)
+
+
+def test_numbers_of_numpy_are_numbers(world):
+    model = pr.models.GPT(**{name: np.int64(value) for name, value in TINY.items()}, dropout=np.float32(0.5))
+    assert type(model.hidden) is int
+    assert type(model.dropout) is float
+    assert model == pr.models.GPT(**TINY, dropout=0.5)
+    lanes = pr.Lanes(dp=np.int64(2))
+    assert type(lanes.dp) is int
+    made = make_trainer(
+        world,
+        model,
+        lanes=lanes,
+        global_batch=np.int64(4),
+        micro_batch=np.int32(2),
+        seed=np.uint64(5),
+        zero=np.int8(1),
+    )
+    assert (type(made.global_batch), type(made.seed)) == (int, int)
+    optimizer = pr.AdamW(
+        lr=np.float32(0.5), betas=[np.float64(0.5), 0], weight_decay_rules={"w*": np.float32(0.5)}
+    )
+    assert optimizer == pr.AdamW(lr=0.5, betas=(0.5, 0.0), weight_decay_rules={"w*": 0.5})
+    assert type(pr.lr.constant(np.float32(0.5), warmup=np.int64(2)).warmup) is int
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: pr.models.GPT(layers=True), ["layers=True", "bool"]),
+        (lambda: pr.models.GPT(layers=np.bool_(True)), ["layers=", "bool"]),
+        (lambda: pr.models.GPT(layers=1 << 80), [f"layers={1 << 80}", "2^63 - 1"]),
+        (lambda: pr.models.GPT(dropout="0.1"), ["dropout='0.1'", "str", "number"]),
+        (lambda: pr.models.GPT(init_std=10**400), ["finite"]),
+        (lambda: pr.models.GPT(tied=1), ["tied=1", "True or False"]),
+        (lambda: pr.Lanes(dp=True), ["dp=True"]),
+        (lambda: pr.AdamW(betas=0.9), ["betas=0.9", "two numbers"]),
+        (lambda: pr.AdamW(betas=(0.9, "x")), ["'x'", "str"]),
+        (lambda: pr.AdamW(eps=None), ["eps=None", "NoneType"]),
+        (lambda: pr.AdamW(lr=True), ["lr=True", "schedule"]),
+        (lambda: pr.AdamW(lr=lambda step: math.nan).lr_at(3), ["update 3", "lr=nan"]),
+        (lambda: pr.SGD(momentum="0.9"), ["momentum='0.9'", "0 <= momentum < 1"]),
+        (lambda: pr.SGD(weight_decay="0"), ["weight_decay='0'"]),
+        (lambda: pr.SGD(weight_decay_rules=[1]), ["weight_decay_rules=[1]", "list"]),
+        (lambda: pr.lr.constant(0.1, warmup=1.5), ["warmup=1.5", "float", "integer"]),
+        (lambda: pr.lr.wsd(peak=0.1, warmup=1, total=9, decay="2"), ["decay='2'", "str"]),
+        (lambda: pr.lr.warmup_cosine(peak="1", warmup=1, total=9), ["peak='1'"]),
+    ],
+)  # fmt: skip
+def test_types_of_configurations(make, words):
+    refused(pr.InvalidArgument, ["expected", *words], make)
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "init_timeout_s"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0, "5", True])
+def test_init_with_an_impossible_timeout(name, value):
+    refused(pr.InvalidArgument, [f"{name}={value!r}", "expected"], lambda: alone(**{name: value}))
+
+
+def test_init_and_mesh_take_integers_only(world):
+    words = ["num_threads=1.0", "float", "1 to 1024"]
+    refused(pr.InvalidArgument, words, lambda: pr.init(environment=RankEnvironment(), num_threads=1.0))
+    for axis in pr.Mesh.AXES:
+        refused(
+            pr.InvalidArgument, [f"{axis}=1.0", "integer"], lambda axis=axis: pr.Mesh(world, **{axis: 1.0})
+        )
+    refused(pr.InvalidArgument, ["timeout_s=nan"], lambda: world.barrier(timeout_s=math.nan))
 
 
 # ---- batches ----
@@ -290,7 +378,9 @@ def test_dataset_with_an_impossible_length(corpus, seq_len):
 def test_split_by_an_impossible_share(corpus, share):
     data = pr.data.TokenDataset(corpus, seq_len=SEQ)
     refused(
-        pr.InvalidArgument, [f"validation={share}", "between 0 and 1"], lambda: data.split(validation=share)
+        pr.InvalidArgument,
+        [f"validation={share}", "0 < validation < 1"],
+        lambda: data.split(validation=share),
     )
 
 
@@ -323,7 +413,8 @@ def test_length_that_is_not_the_models(trainer, tmp_path):
 
 
 def test_a_file_whose_header_lies_about_its_vocabulary(trainer, tmp_path):
-    path = token_file(tmp_path, [*range(VOCAB), 200, *range(VOCAB)], 201)
+    tokens = [*range(VOCAB), 200, *[0] * (8 * SEQ - VOCAB)]  # 8 samples: each batch has all
+    path = token_file(tmp_path, tokens, 201)
     content = bytearray(path.read_bytes())
     struct.pack_into("<Q", content, 24, VOCAB)
     path.write_bytes(content)
@@ -339,6 +430,38 @@ def test_evaluation_of_nothing(trainer, tmp_path, num_samples):
     data = pr.data.TokenDataset(token_file(tmp_path, np.arange(99) % VOCAB, VOCAB), seq_len=SEQ)
     words = [f"num_samples={num_samples}", "at least 1"]
     refused(pr.InvalidArgument, words, lambda: trainer.evaluate(data, num_samples=num_samples))
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"steps": -1}, ["steps=-1"]),
+        ({"steps": 2.0}, ["steps=2.0", "float"]),
+        ({"validate_every": -1}, ["validate_every=-1"]),
+        ({"validate_every": "1"}, ["validate_every='1'"]),
+        ({"validation_samples": 0}, ["validation_samples=0", "None"]),
+    ],
+)
+def test_fit(trainer, tmp_path, options, words):
+    data = pr.data.TokenDataset(token_file(tmp_path, np.arange(999) % VOCAB, VOCAB), seq_len=SEQ)
+    refused_unchanged(
+        trainer, pr.InvalidArgument, ["fit", *words], lambda: trainer.fit(data, **{"steps": 9, **options})
+    )
+
+
+def test_fewer_samples_than_a_batch(trainer, tmp_path):
+    data = pr.data.TokenDataset(token_file(tmp_path, np.arange(7 * SEQ + 1) % VOCAB, VOCAB), seq_len=SEQ)
+    words = ["7 samples", "global_batch=8", "repeat"]
+    refused_unchanged(trainer, pr.InvalidArgument, words, lambda: trainer.fit(data, steps=9))
+
+
+@pytest.mark.parametrize("seq_len", [True, 4.0, "4"])
+def test_dataset_with_another_type_of_length(corpus, seq_len):
+    refused(
+        pr.InvalidArgument,
+        [f"seq_len={seq_len!r}", "integer"],
+        lambda: pr.data.TokenDataset(corpus, seq_len=seq_len),
+    )
 
 
 # ---- parameters ----

@@ -19,6 +19,7 @@ import pytest
 from polyreme.cli.main import main
 from polyreme.data.prepare import find_documents, prepare_bytes
 from polyreme.data.token_file import TokenFileError, read_info, write_tokens
+from polyreme.errors import InvalidArgument
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2] / "python")
 
@@ -151,8 +152,10 @@ def test_split_leaves_no_side_empty(tmp_path: Path, num_files: int, fraction: fl
         (["in", "--out", "c.bin", "--include", "*.rs"], "no text files that match *.rs in in"),
         (["in/empty.txt", "--out", "c.bin"], "1 empty"),
         (["in", "--out", "c.bin", "--val-fraction", "0.7"], "validation fraction is 0.7"),
-        (["in", "--out", "no/such/c.bin"], "No such file or directory"),
-        (["in", "--out", "in"], "Is a directory"),
+        (["in", "--out", "no/such/c.bin"], "No such file or directory: 'no/such/c.bin'"),
+        (["in", "--out", "in"], "Is a directory: 'in'"),
+        (["in", "--out", "."], "Is a directory: '.'"),
+        (["in", "--out", "in/a.txt/c.bin"], "'in/a.txt/c.bin'"),
     ],
 )
 def test_errors_name_what_was_given_and_leave_nothing(
@@ -222,6 +225,19 @@ def test_error_of_the_tokenizer_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="tokenizer"):
         write_tokens(tmp_path / "t.bin", tokens(), vocab_size=257)
     assert os.listdir(tmp_path) == []
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(TokenFileError, match="not a regular file"):
+        write_tokens(tmp_path / "fifo", [b"abc"], vocab_size=257)
+    assert (tmp_path / "fifo").is_fifo()
+    assert os.listdir(tmp_path) == ["fifo"]
+
+
+def test_a_token_file_error_is_an_invalid_argument(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="not a token file"):
+        read_info(__file__)
 
 
 def test_permissions_follow_the_umask(tmp_path: Path) -> None:

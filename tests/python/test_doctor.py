@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
 
 import polyreme as pr
 import pytest
-from helpers import polyreme
+from helpers import clean_environment, polyreme
 from polyreme import _core
 from polyreme.cli import doctor
 
@@ -56,6 +59,23 @@ def test_text():
     assert done.stdout.startswith(f"polyreme {pr.__version__}")
     for word in (*BACKENDS, "CPUs", "memory", "same bits", "seen:", *_core.supported_isas()):
         assert word in done.stdout, word
+
+
+def test_output_that_is_lost_is_told():
+    command = [sys.executable, "-m", "polyreme", "doctor"]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, env=clean_environment(), stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert os.strerror(errno.ENOSPC) in done.stderr
+
+
+def test_the_promise_names_what_the_readme_names():
+    text = doctor.PROMISE[0]["equal"]
+    for word in ("optimizer state", "ZeRO stages 0 and 1", "deferred executor", "equal lanes"):
+        assert word in text
 
 
 def test_what_is_absent_is_said_with_the_reason():

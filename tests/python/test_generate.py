@@ -82,10 +82,13 @@ def test_the_trainer_stays_as_it_was(trainer):
     "prompt, options, words",
     [
         ([], {}, ["prompt is empty", "at least one token"]),
-        (PROMPT, {"temperature": -0.5}, ["temperature=-0.5", "temperature >= 0"]),
+        (PROMPT, {"temperature": -0.5}, ["temperature=-0.5", "0 or more"]),
         (PROMPT, {"temperature": math.nan}, ["temperature=nan"]),
-        (PROMPT, {"top_k": 0}, ["top_k=0", "top_k >= 1"]),
-        (PROMPT, {"num_tokens": -1}, ["num_tokens=-1", "num_tokens >= 0"]),
+        (PROMPT, {"top_k": 0}, ["top_k=0", "at least 1"]),
+        (PROMPT, {"num_tokens": -1}, ["num_tokens=-1", "at least 0"]),
+        (PROMPT, {"top_k": 2.0}, ["top_k=2.0", "float"]),
+        (PROMPT, {"temperature": "1"}, ["temperature='1'", "str"]),
+        (PROMPT, {"seed": -1}, ["seed=-1", "2^64 - 1"]),
     ],
 )
 def test_bad_arguments_are_refused_at_the_call(trainer, prompt, options, words):

@@ -6,6 +6,7 @@ Time limits here only guard against hangs; they are far above what the launcher 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pty
@@ -894,3 +895,42 @@ def test_fast_ranks_in_large_number(job: Job) -> None:
     done = job.run("print('x' * 1000)", num_ranks=32)
     assert done.code == 0
     assert len(done.out.splitlines()) == 32
+
+
+# --- output that does not arrive ---
+
+
+def run_with_stdout(stdout: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    with open(stdout, "wb") as file:
+        return subprocess.run(
+            [sys.executable, "-m", "polyreme", "run", *arguments],
+            env=CLEAN,
+            stdout=file,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=HANG_S,
+        )
+
+
+def test_output_that_is_lost_makes_a_notice_and_an_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('text')\n")
+    done = run_with_stdout("/dev/full", "-n", "2", str(script))
+    assert done.returncode == 1
+    assert f"lost on stdout: {os.strerror(errno.ENOSPC)}" in done.stderr
+    script.write_text("print('text', flush=True)\nraise SystemExit(7)\n")
+    assert run_with_stdout("/dev/full", "-n", "1", str(script)).returncode == 7
+
+
+def test_a_closed_stdout_is_fine(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nprint('text')\nprint('told', file=sys.stderr)\n")
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -m polyreme run -n 2 "$1" >&- <&-', sys.executable, str(script)],
+        env=CLEAN,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stderr.splitlines()) == ["[0] told", "[1] told"]

@@ -5,6 +5,7 @@ Time limits only guard against hangs; they are far above what is needed.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -98,6 +99,26 @@ def job(tmp_path):
 
 
 # ---- the example ----
+
+
+@pytest.fixture
+def example_module():
+    """The example's module."""
+    if not EXAMPLE.exists():
+        pytest.skip(f"{EXAMPLE} is not here")
+    spec = importlib.util.spec_from_file_location("example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_prints_no_control_characters(example_module):
+    assert example_module.visible("a\tb\n\x1b[2J\x00\r\x9bé") == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffdé"
+
+
+def test_the_example_takes_an_empty_cache_variable_as_unset(example_module, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert example_module.default_corpus().is_relative_to(Path.home() / ".cache")
 
 
 def run_example(corpus, *launcher):

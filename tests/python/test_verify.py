@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
-from helpers import polyreme
+from helpers import HANG_S, clean_environment, polyreme, processes_with
 from polyreme.verification import first_difference
 
 SCRIPT = """
@@ -60,12 +65,44 @@ def test_lanes_that_follow_the_ranks_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments, layouts, words",
-    [(["crash"], "dp=2", ["boom", "exit code 1"]), ([], "tp=2", ["tp=2", "dp=N"]), ([], "dp=0", ["dp=0"])],
+    [
+        (["crash"], "dp=2", ["boom", "exit code 1"]),
+        ([], "tp=2", ["tp=2", "dp=N"]),
+        ([], "dp=0", ["dp=0"]),
+        ([], " ", ["--layouts", "dp=2"]),
+    ],
 )
 def test_refusals(tmp_path, arguments, layouts, words):
     done = verify(tmp_path, *arguments, layouts=layouts)
     assert done.returncode == 2
     assert all(word in done.stderr for word in words), done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_job_and_leaves_no_folder(tmp_path, number):
+    script = tmp_path / "script.py"
+    script.write_text("import pathlib, time\npathlib.Path('started').touch()\ntime.sleep(1000)\n")
+    (tmp_path / "tmp").mkdir()
+    mark = f"{os.getpid()}-{number}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "polyreme", "verify", script],
+        cwd=tmp_path,
+        env=clean_environment(TMPDIR=str(tmp_path / "tmp"), VERIFY_TEST=mark),
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + HANG_S
+        while not (tmp_path / "started").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert os.listdir(tmp_path / "tmp")
+        process.send_signal(number)
+        assert process.wait(HANG_S) == 128 + number
+    finally:
+        process.kill()
+    assert os.listdir(tmp_path / "tmp") == []
+    assert processes_with("VERIFY_TEST", mark) == []
 
 
 def record(step=1, loss=1.0, **changes):

@@ -50,6 +50,9 @@ def render_comm(result: dict[str, Any]) -> list[str]:
     rivals = [who for who in result["rows"][0]["seconds"] if who != "polyreme"]
     lines = [f"{result['ranks']} ranks over shared memory; memcpy {result['memcpy_gb_s']:.1f} GB/s one way"]
     lines.append(
+        f"bytes are those measured: what was asked for in whole numbers of 4 bytes for each rank ({4 * result['ranks']})"
+    )
+    lines.append(
         f"{'operation':15} {'bytes':>10} {'us':>10} {'bus GB/s':>9}"
         + "".join(f" {w:>10} {'ratio':>6}" for w in rivals)
     )

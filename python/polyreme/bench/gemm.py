@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .. import _core
+from ..checks import MAX_THREADS, check_int
 from ..environment import RankEnvironment
 from ..errors import InvalidArgument, NotAvailable
 from ..models import GPT
@@ -49,8 +51,13 @@ def _torch_rival(
 def _numpy_rival(
     m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, threads: int
 ) -> Callable[[], None]:
-    if threads != 1:
-        raise NotAvailable("--against numpy: compare with --threads 1 and OPENBLAS_NUM_THREADS=1")
+    # NumPy's OpenBLAS reads it when it is loaded, and has no call for it.
+    found = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
+    if found != str(threads):
+        raise InvalidArgument(
+            f"--against numpy: OPENBLAS_NUM_THREADS is {found or 'not set'}, but --threads is {threads};"
+            f" start it with OPENBLAS_NUM_THREADS={threads} in the environment"
+        )
     a, b = _operands(m, n, k, transpose_a, transpose_b)
     c = np.zeros((m, n), dtype=np.float32)
 
@@ -77,6 +84,9 @@ def bench_gemm(
     Returns {"isa", "threads", "shapes": [{"name", "m", "n", "k", "count", "gflops": {who: rate},
     "ratio": {rival: ours / theirs}}], "weighted_gflops", "ratio_geomean", "ratio_min"}.
     """
+    for what, value in (("batch", batch), ("repeats", repeats)):
+        check_int(f"bench gemm: {what}", value, 1)
+    check_int("bench gemm: threads", threads, 1, MAX_THREADS)
     for name in against:
         if name not in RIVALS:
             raise InvalidArgument(f"--against {name}: expected one of {', '.join(RIVALS)}")
@@ -85,8 +95,6 @@ def bench_gemm(
     for name, m, n, k, transpose_a, transpose_b, count in model.gemm_shapes(batch):
         rivals = {who: RIVALS[who](m, n, k, transpose_a, transpose_b, threads) for who in against}
         times: dict[str, list[float]] = {who: [] for who in ("polyreme", *against)}
-        for run in rivals.values():
-            run()  # warm-up
         for _ in range(repeats):
             times["polyreme"].append(
                 _core.time_gemm(
@@ -94,6 +102,7 @@ def bench_gemm(
                 )
             )
             for who, run in rivals.items():
+                run()  # a warm-up right before, as time_gemm does one
                 times[who].append(_seconds(run))
         rate = {who: 2e-9 * m * n * k / statistics.median(values) for who, values in times.items()}
         ratio = {

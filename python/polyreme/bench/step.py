@@ -12,6 +12,7 @@ import tempfile
 from contextlib import ExitStack
 from typing import Any
 
+from ..checks import MAX_THREADS, check_int
 from ..errors import Error, InvalidArgument
 from ..models import GPT
 from .gemm import bench_gemm
@@ -79,6 +80,9 @@ def bench_step(
     for name in against:
         if name not in CONTENDERS or name == "polyreme":
             raise InvalidArgument(f"--against {name}: expected torch")
+    check_int("bench step: threads", threads, 1, MAX_THREADS)
+    if isa not in ("auto", "avx2", "avx512"):
+        raise InvalidArgument(f"bench step: isa={isa!r}; expected auto, avx2 or avx512")
     if batch < 1 or not 1 <= micro_batch <= batch or steps < 1:
         raise InvalidArgument(
             f"bench step: batch={batch}, micro_batch={micro_batch}, steps={steps};"
@@ -161,7 +165,7 @@ def render_step(result: dict[str, Any]) -> list[str]:
     breakdown = ours["breakdown_s"]
     total = sum(breakdown.values())
     for kind, seconds in sorted(breakdown.items(), key=lambda item: -item[1]):
-        lines.append(f"  {kind:12} {seconds:8.3f} s/step {100 * seconds / total:5.1f}%")
+        lines.append(f"  {kind:12} {1e3 * seconds:10.3f} ms/step {100 * seconds / total:5.1f}%")
     if breakdown:
         cost = ours["spans"] * ours["span_cost_s"] / statistics.median(ours["seconds"])
         lines.append(

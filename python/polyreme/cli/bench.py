@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--sizes",
         default="4,1024,65536,1048576,16777216,67108864",
         metavar="LIST",
-        help="bytes of the payload",
+        help="bytes of the payload, measured in multiples of 4 bytes for each rank",
     )
     comm.add_argument(
         "--repeats", type=int, default=5, metavar="N", help="five times that up to 1 MiB (default 5)"
@@ -61,7 +61,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, returns 0."""
-    result, lines = _comm(args) if args.kind == "comm" else _model(args)
+    from polyreme.errors import InvalidArgument
+
+    try:
+        result, lines = _comm(args) if args.kind == "comm" else _model(args)
+    except InvalidArgument as error:  # of what the command line says
+        raise UsageError(str(error)) from error
     print(json.dumps(result, indent=2) if args.json else "\n".join(lines))
     return 0
 
@@ -99,7 +104,7 @@ def _model(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         result = bench_step(
             model,
             batch=args.batch,
-            micro_batch=args.micro_batch or args.batch,
+            micro_batch=args.batch if args.micro_batch is None else args.micro_batch,
             threads=args.threads,
             isa=args.isa,
             steps=args.steps,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from types import FrameType
 
 from polyreme.data.prepare import Prepared, prepare_bytes
 from polyreme.data.token_file import TokenFileError, TokenFileInfo, read_info
 
 from . import UsageError
+from .signals import signals_raise
 
 _PROGRESS_PERIOD_S = 0.2
 
@@ -70,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace) -> int:
     progress = _ProgressLine()
-    with _signals_raise():
+    with signals_raise():
         try:
             result = prepare_bytes(
                 args.paths,
@@ -150,21 +147,3 @@ class _ProgressLine:
         if self._drawn:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program by an exception, so that the temporary file goes."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    earlier = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in earlier.items():
-        if handler == signal.SIG_DFL:
-            signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)

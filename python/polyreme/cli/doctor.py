@@ -69,9 +69,11 @@ def examine() -> dict[str, Any]:
 PROMISE = [
     {
         "backend": "CPU, fp32",
-        "equal": "loss, gradient norm and weights for every dp and micro-batch size with equal lanes,"
-        " any number of threads, recompute on or off, AVX2 or AVX-512",
-        "seen": "tests/python/test_same_bits.py, threads and processes, on AVX2 and AVX-512",
+        "equal": "loss, gradient norm, weights and optimizer state, for every dp, ZeRO stages 0 and 1, every"
+        " micro-batch size and number of threads, recompute on or off, ranks as threads or processes, AVX2 or"
+        " AVX-512, immediate or deferred executor; always with equal lanes",
+        "seen": "tests/python/test_same_bits.py, for dp 1, 2, 4, 8, micro-batches of 1, 3 and 8 samples,"
+        " 1 to 3 threads",
     },
     {"backend": "CUDA", "equal": "nothing yet: no training on GPUs", "seen": "-"},
 ]

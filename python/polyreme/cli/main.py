@@ -8,6 +8,7 @@ stay quick and one broken command does not take the others with it. A sub-comman
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -32,20 +33,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     2: wrong usage. 130: interrupted. 1: any other error of Polyreme, told in one line.
     """
     arguments: list[str] = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     try:
-        return _run(arguments)
+        return _run_and_flush(arguments)
     except UsageError as error:
         return _fail(str(error), 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:
-        # The reader of our output has gone. Python must not complain again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # its reader has gone
         return 1
     except Exception as error:
-        if not _is_own_error(error):
-            raise
-        return _fail(str(error), 1)
+        if _is_own_error(error):
+            return _fail(str(error), 1)
+        if isinstance(error, OSError):
+            _drop_output()
+            return _fail(f"input or output failed: {error}", 1)
+        raise
+
+
+def _run_and_flush(arguments: list[str]) -> int:
+    """So that lost output is found while it can be told."""
+    try:
+        return _run(arguments)
+    finally:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+
+
+def _open_closed_streams() -> None:
+    """Gives /dev/null to those of 0, 1 and 2 that are closed: else the next file that is opened would be one."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, fd
+
+
+def _drop_output() -> None:
+    """Python must not complain again about the rest at exit."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def _run(arguments: list[str]) -> int:

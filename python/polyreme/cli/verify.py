@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections import deque
 
 from . import UsageError
+from .signals import signals_raise
+
+_END_S = 15.0  # the launcher's grace period for its ranks, and some more
 
 _DESCRIPTION = """\
 Runs the script on one rank and then under every layout, for a few steps each, and compares loss,
@@ -53,8 +58,10 @@ def run(args: argparse.Namespace) -> int:
             "verify: give a script and at least 1 step, as in: polyreme verify --steps 3 script.py"
         )
     layouts = {text: _num_ranks(text) for text in args.layouts.split()}
+    if not layouts:
+        raise UsageError(f"verify: --layouts {args.layouts!r} is empty; give at least one, such as 'dp=2'")
     results = []
-    with tempfile.TemporaryDirectory(prefix="polyreme-verify-") as folder:
+    with signals_raise(), tempfile.TemporaryDirectory(prefix="polyreme-verify-") as folder:
         _say(args, "dp=1: the 1-rank run")
         expected = read_records(_execute(command, 1, args.steps, folder), 1)[0]
         for layout, num_ranks in layouts.items():
@@ -88,15 +95,29 @@ def _execute(command: list[str], num_ranks: int, steps: int, folder: str) -> str
     records = tempfile.mkdtemp(prefix=f"dp-{num_ranks}-", dir=folder)
     environment = {**os.environ, DIR_VARIABLE: records, STEPS_VARIABLE: str(steps)}
     launcher = [sys.executable, "-m", "polyreme", "run", "-n", str(num_ranks), "--", *command]
-    done = subprocess.run(
-        launcher, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    if done.returncode != 0:
-        tail = "\n".join(done.stdout.splitlines()[-30:])
-        raise UsageError(
-            f"verify: the script ended with exit code {done.returncode} on {num_ranks} rank(s):\n{tail}"
-        )
+    output = f"{records}.out"
+    with open(output, "wb") as file:
+        code = _wait(subprocess.Popen(launcher, env=environment, stdout=file, stderr=subprocess.STDOUT))
+    if code != 0:
+        with open(output, encoding="utf-8", errors="replace") as text:
+            tail = "".join(deque(text, maxlen=30)).rstrip("\n")
+        raise UsageError(f"verify: the script ended with exit code {code} on {num_ranks} rank(s):\n{tail}")
     return records
+
+
+def _wait(launcher: subprocess.Popen[bytes]) -> int:
+    """The launcher's exit code; ends it, and so the job, when this process is told to end."""
+    try:
+        return launcher.wait()
+    except BaseException:
+        launcher.terminate()
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(_END_S)
+        finally:  # its guard ends the ranks that it leaves behind
+            launcher.kill()
+            launcher.wait()
+        raise
 
 
 def _say(args: argparse.Namespace, text: str) -> None:

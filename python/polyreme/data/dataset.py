@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
+from ..checks import check_int, check_number
 from ..errors import InvalidArgument
 
 __all__ = ["TokenDataset"]
@@ -24,6 +25,7 @@ class TokenDataset:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, seq_len: int) -> None:
+        seq_len = check_int("TokenDataset: seq_len", seq_len, 1)
         self._set(_core.TokenDataset(os.fspath(path)), seq_len)
 
     def _set(self, core: _core.TokenDataset, seq_len: int) -> None:
@@ -66,8 +68,7 @@ class TokenDataset:
         Raises:
             InvalidArgument: a part would be shorter than one sample.
         """
-        if not 0 < validation < 1:
-            raise InvalidArgument(f"split: validation={validation}; expected a share between 0 and 1")
+        validation = check_number("split: validation", validation, high=1.0, above=True)
         cut = self.num_tokens - round(self.num_tokens * validation)
         return self._range(0, cut), self._range(cut, self.num_tokens)
 

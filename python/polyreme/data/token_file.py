@@ -17,12 +17,15 @@ A file appears under its name only when it is whole and on disk.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ..errors import InvalidArgument
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,9 +38,10 @@ _HEADER = struct.Struct("<8sIIQQI")
 _DTYPES = {2: "<u2", 4: "<u4"}
 _CHUNK_BYTES = 1 << 20
 _CHUNK_TOKENS = 1 << 20
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class TokenFileError(ValueError):
+class TokenFileError(InvalidArgument):
     """Input that cannot become a token file, or a file that is none; says what to do."""
 
 
@@ -158,6 +162,10 @@ def _as_flat_integers(part: Any) -> np.ndarray[Any, Any]:
 @contextlib.contextmanager
 def _new_file(target: str) -> Iterator[BinaryIO]:
     """A file that takes the name `target` when the block ends well, and vanishes otherwise."""
+    if os.path.isdir(target):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+    if os.path.exists(target) and not os.path.isfile(target):  # a device must not be replaced by a file
+        raise TokenFileError(f"'{target}' is not a regular file; give another path")
     folder, name = os.path.split(os.path.abspath(target))
     temporary = os.path.join(folder, f".{name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
@@ -169,9 +177,12 @@ def _new_file(target: str) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and (error.filename == temporary or error.errno in _DISK_IS_FULL):
+            # The user knows the target only.
+            raise OSError(error.errno, error.strerror, target) from error
         raise
     folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

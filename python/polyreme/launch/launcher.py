@@ -19,6 +19,7 @@ from .streams import RankLog, RankStream, copy_window_size, new_tail, open_termi
 from .supervisor import Supervisor
 from .system import listen, remove_segments, write_whole
 
+_PATIENCE_S = 1.0  # with a reader that has stood still before
 _LOST_SIGNAL_POLL_S = 1.0  # in case the notice of a child's end gets lost
 
 
@@ -240,9 +241,14 @@ class _Launcher:
     def _finish(self) -> int:
         for sink in self.loop.sinks:
             sink.finish_line()
+        seconds = time.monotonic() - self._started_at
+        leftovers = remove_segments(self._segment_prefix)
+        # First what the ranks have printed: the report then knows whether it arrived.
+        patience = {} if self.loop.flush() else {"patience_s": _PATIENCE_S}
+        lost = self.loop.lost_output()
         result = LaunchResult(
-            exit_code=self._supervisor.exit_code(),
-            seconds=time.monotonic() - self._started_at,
+            exit_code=self._supervisor.exit_code() or (1 if lost else 0),
+            seconds=seconds,
             job_id=self._job_id,
             num_ranks=self._config.num_ranks,
             stop_signal=self._supervisor.stop_signal,
@@ -250,10 +256,12 @@ class _Launcher:
             facts=self._facts,
             memory_limit_bytes=cgroup.memory_limit_bytes(),
             forwarded=tuple(n for n in FORWARDED if self._supervisor.forwarded(n)),
-            leftovers=remove_segments(self._segment_prefix),
+            leftovers=leftovers,
         )
+        for reason in lost:
+            self._say(f"output of the ranks was lost on {reason}")
         self._tell(result)
-        self.loop.flush()
+        self.loop.flush(**patience)
         return result.exit_code
 
     def _tell(self, result: LaunchResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -15,6 +16,7 @@ from .sink import Sink, TerminalSink
 from .streams import RankStream
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_READER_GONE = (errno.EPIPE, errno.EIO)  # of a pipe, of a terminal
 _FLUSH_S = 10.0  # how long a reader of our output may stand still after the ranks are gone
 
 
@@ -29,8 +31,9 @@ class EventLoop:
         self._selector = selectors.PollSelector()
         self._streams: list[RankStream] = []
         self._interrupted = False
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # None where it was closed at the start
+                stream.flush()
         self.stdout = TerminalSink(1) if os.isatty(1) else Sink(1)
         if os.isatty(1) and os.isatty(2):
             self.stderr = self.stdout
@@ -62,18 +65,28 @@ class EventLoop:
         for key, _ in self._selector.select(max(0.0, timeout_s)):
             key.data()
 
-    def flush(self) -> None:
-        """Writes what is queued. Gives up when nobody reads for a while, or on SIGINT."""
+    def flush(self, patience_s: float = _FLUSH_S) -> bool:
+        """Writes what is queued; False if it gave up, because nobody read for a while or on SIGINT."""
         self._interrupted = False
-        deadline = time.monotonic() + _FLUSH_S
+        deadline = time.monotonic() + patience_s
         written = 0
         while any(sink.pending for sink in self.sinks) and not self._interrupted:
             self.turn(deadline - time.monotonic())
             total = sum(sink.written_bytes for sink in self.sinks)
             if total > written:
-                written, deadline = total, time.monotonic() + _FLUSH_S
+                written, deadline = total, time.monotonic() + patience_s
             elif time.monotonic() >= deadline:
-                return
+                break
+        return not any(sink.pending for sink in self.sinks)
+
+    def lost_output(self) -> list[str]:
+        """Why output was lost, for each sink that failed; a reader that has gone wanted no more."""
+        names = {self.stdout: "stdout", self.stderr: "stderr"}
+        return [
+            f"{names[sink]}: {sink.error.strerror}"
+            for sink in self.sinks
+            if sink.error is not None and sink.error.errno not in _READER_GONE
+        ]
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ class Sink:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.broken = False
+        self.error: OSError | None = None  # what broke it
         self.written_bytes = 0
         self._queue = bytearray()
         self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
@@ -67,8 +68,9 @@ class Sink:
                 written = os.write(self.fd, self._queue[:size])
             except BlockingIOError:  # somebody else made it non-blocking
                 return
-            except OSError:
+            except OSError as error:
                 self.broken = True
+                self.error = error
                 self._queue.clear()
                 return
             del self._queue[:written]
