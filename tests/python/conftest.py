@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 
+import polyreme as pr
 import pytest
-from helpers import alone, python_corpus
+from helpers import TINY, alone, batches, make_trainer, python_corpus
+from launcher_job import Job
 
 # A shell ignores SIGINT for its background jobs, nohup ignores SIGHUP, and children inherit that. The launcher
 # keeps what was ignored at its start, so its tests would wait for signals that nobody takes.
@@ -24,3 +26,20 @@ def corpus(tmp_path_factory):
 def world():
     """One rank alone."""
     return alone()
+
+
+@pytest.fixture(scope="module")
+def trainer(world):
+    """A trainer of the TINY model that has made a step, for refusals that must not change it."""
+    model = pr.models.GPT(**TINY)
+    made = make_trainer(world, model, lanes=pr.Lanes(dp=2))
+    made.step(*batches(1, 8, model)[0])
+    return made
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A launch in a folder of its own; nothing of it may be left at the end."""
+    made = Job(tmp_path)
+    yield made
+    made.end()

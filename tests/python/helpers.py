@@ -85,6 +85,13 @@ def refused(error, words, function):
     return text
 
 
+def refused_unchanged(trainer, error, words, function):
+    """The same, and weights, optimizer state and step count stay what they were."""
+    before = fingerprint(trainer), trainer.applied_steps
+    refused(error, words, function)
+    assert (fingerprint(trainer), trainer.applied_steps) == before
+
+
 def python_corpus(folder):
     """A token file of real text: the package's own Python files."""
     path = folder / "corpus.bin"
