@@ -9,7 +9,7 @@ import time
 import numpy as np
 import polyreme as pr
 import pytest
-from helpers import TINY, alone, batches, fingerprint, local_part, make_trainer, refused
+from helpers import TINY, alone, batches, fingerprint, local_part, make_trainer, refused, refused_unchanged
 from polyreme.environment import RankEnvironment
 from polyreme.testing import run_ranks
 

@@ -177,9 +177,9 @@ std::unique_ptr<Work> SharedCommunicator::all_gather(const Tensor& input, const 
 std::unique_ptr<Work> SharedCommunicator::broadcast(const Tensor& data, int root, Stream& stream) {
   const SingleUser::Guard guard(single_user_, *group_);
   const CollectiveCall call = check_broadcast(data, root, size());
-  std::vector<Tensor> reads, writes;
-  (root == rank() ? reads : writes).push_back(data);
-  return issue(call, std::move(reads), std::move(writes), stream,
+  std::vector<Tensor> inputs, outputs;
+  (root == rank() ? inputs : outputs).push_back(data);
+  return issue(call, inputs, outputs, stream,
                [address = data.raw_address()](SharedGroup& group, const CollectiveCall& issued) {
                  run_broadcast(group, issued, address);
                });
