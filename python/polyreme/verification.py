@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,8 +70,8 @@ class StepRecorder:
 
 
 def _digest(array: np.ndarray[Any, Any]) -> str:
-    """Hash of the bits and, for people, the norm."""
-    norm = float(np.linalg.norm(array.astype(np.float64)))
+    """Hash of the bits and, for people, the norm; not by BLAS, whose bits depend on the threads of a rank."""
+    norm = math.sqrt(float(np.square(array.astype(np.float64)).sum()))
     return f"{hashlib.sha256(array.tobytes()).hexdigest()[:16]} norm {norm!r}"
 
 
