@@ -239,8 +239,8 @@ TEST(Vec, IntegerOperationsMatchScalarCode) {
 // Distance from the float64 result in units of the last place of the rounded result.
 double ulps(float got, double want) {
   const float rounded = static_cast<float>(want);
-  if (std::isnan(want) || std::isinf(rounded) || std::isnan(got) || std::isinf(got)) {
-    return same(got, rounded) ? 0.0 : kInf;
+  if (rounded == 0.0f || std::isnan(want) || std::isinf(rounded) || std::isnan(got) || std::isinf(got)) {
+    return got == rounded || same(got, rounded) ? 0.0 : kInf;
   }
   return std::fabs(got - want) / std::ldexp(1.0, std::ilogb(rounded) - 23);
 }
