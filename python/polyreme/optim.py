@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ LearningRate: TypeAlias = float | Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class Optimizer(ABC):
     """What all rules share.
 
     lr: a number, or a schedule of `polyreme.lr`.
@@ -70,8 +71,9 @@ class Optimizer:
                 return value
         return self.weight_decay if spec["weight_decay"] else 0.0
 
+    @abstractmethod
     def _constants(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """The rule and its constants, as the core takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
