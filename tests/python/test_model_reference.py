@@ -34,7 +34,7 @@ def perturb(trainer):
         trainer.set_parameter(name, weight + 0.05 * random.standard_normal(weight.shape).astype(np.float32))
 
 
-# The ratio of two rounding errors is luck in one draw (2.0 was seen where the mean is 1.3), so errors are root mean
+# The ratio of two rounding errors is luck in one draw (2.1 was seen where the mean is 1.3), so errors are root mean
 # squares over runs from different weights and data.
 NUM_RUNS = 4
 # Half a unit in the last place, uniformly spread: nobody who stores fp32 can promise less.
