@@ -17,6 +17,8 @@ enum class CollectiveOp : uint8_t {
   kReduceScatter,
   kAllGather,
   kBroadcast,
+  kAllToAll,
+  kExchange,
   kBarrier,
   kSplit
 };
@@ -25,9 +27,12 @@ const char* collective_name(CollectiveOp op);
 
 // One call, as every rank must issue it. Plain bytes: it crosses process borders.
 struct CollectiveCall {
-  uint64_t sequence = 0;  // position in the group's order, from 1
-  int64_t count = 0;      // elements of the input of all_gather, the output of reduce_scatter, else of data
-  int32_t root = -1;      // of a broadcast
+  uint64_t sequence = 0;  // position in the group's order, from 1; exchanges are numbered apart, per rank
+  // Elements of the input of all_gather (of the output, if uneven), the output of reduce_scatter, one block
+  // of all_to_all (0, if uneven); of broadcast's and all_reduce's data; of an exchange all that is sent.
+  int64_t count = 0;
+  uint64_t counts_hash = 0;  // of an uneven all_gather's counts; 1 for an uneven all_to_all; else 0
+  int32_t root = -1;         // of a broadcast
   CollectiveOp op = CollectiveOp::kNone;
   DType dtype = DType::kU8;
   ReduceOp reduce = ReduceOp::kSum;
@@ -50,7 +55,12 @@ std::string ranks_text(std::span<const int> ranks);
 CollectiveCall check_all_reduce(const Tensor& data, ReduceOp op);
 CollectiveCall check_reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op, int rank,
                                     int size);
-CollectiveCall check_all_gather(const Tensor& input, const Tensor& output, int rank, int size);
+CollectiveCall check_all_gather(const Tensor& input, const Tensor& output, std::span<const int64_t> counts,
+                                int rank, int size);
 CollectiveCall check_broadcast(const Tensor& data, int root, int size);
+CollectiveCall check_all_to_all(const Tensor& input, const Tensor& output,
+                                std::span<const int64_t> send_counts, std::span<const int64_t> receive_counts,
+                                int size);
+CollectiveCall check_exchange(std::span<const Transfer> transfers, int rank, int size);
 
 }  // namespace polyreme

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -11,9 +12,15 @@
 
 namespace polyreme {
 
-enum class ReduceOp : uint8_t { kSum, kMax, kMin };
-// "sum", "max", "min"
+enum class ReduceOp : uint8_t { kSum, kProduct, kMax, kMin, kAverage };
+// "sum", "product", "max", "min", "average"
 const char* reduce_op_name(ReduceOp op);
+
+// How the terms of a reduction are combined.
+// kOrdered: in the tree of `tree_order`, so bits are equal on every transport and layout.
+// kFast: as the transport likes best; bits may depend on the transport and the number of ranks, but
+//   are equal on all ranks. Sums of integers, max and min are exact either way.
+enum class ReduceMode : uint8_t { kOrdered, kFast };
 
 // One collective in flight. Used while its stream lives; destroying it without waiting is allowed.
 class Work {
@@ -27,6 +34,14 @@ class Work {
   virtual void wait_on(Stream& stream) = 0;
 };
 
+// One tensor to or from another rank of the group, in Communicator::exchange.
+struct Transfer {
+  enum class Kind : uint8_t { kSend, kReceive };
+  Kind kind = Kind::kSend;
+  Tensor tensor;
+  int peer = 0;
+};
+
 // A fixed set of ranks over one transport. Collectives are asynchronous: they take their place in
 // `stream` and return. Every rank calls the same ones in the same order, one thread per group at a
 // time (two at once: InvalidArgument). The collectives of a group and of the groups that were split
@@ -34,8 +49,10 @@ class Work {
 // must live until those collectives have run.
 //
 // Reductions are ordered: the terms are added in a balanced binary tree over ranks (`tree_order`),
-// so the bits are the same on every transport and equal those of `lane_sum` on one rank. Integer
-// sums wrap around; max and min of floating-point numbers pass NaN on.
+// so the bits are the same on every transport and equal those of `lane_sum` on one rank. float16 and
+// bfloat16 are reduced in float32 and rounded once. Integer sums and products wrap around; max and min
+// of floating-point numbers pass NaN on; bool is reduced by product and min (all) and sum and max (any).
+// kAverage divides the sum by size(), and is refused for integers and bool.
 //
 // Before user memory is written the group compares (sequence number, operation, dtype, count, root,
 // reduction) of all ranks; a difference is CollectiveMismatch on every rank, naming who issued what.
@@ -53,18 +70,37 @@ class Communicator {
   virtual int size() const = 0;
   virtual const std::string& name() const = 0;
 
-  // In place over contiguous `data` of fp32, fp64, int32 or int64; other dtypes are NotAvailable.
-  // A zero count is allowed.
+  // In place over contiguous `data` of any dtype. A zero count is allowed.
   virtual std::unique_ptr<Work> all_reduce(const Tensor& data, ReduceOp op, Stream& stream) = 0;
   // input: size()*n elements; output: the n elements of this rank's slice, reduced. `output` may be
-  // this rank's slice of `input`; any other overlap is refused. Dtypes as for all_reduce.
+  // this rank's slice of `input`; any other overlap is refused.
   virtual std::unique_ptr<Work> reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op,
                                                Stream& stream) = 0;
   // input: n elements; output: size()*n, in rank order. `input` may be this rank's slice of
-  // `output`; any other overlap is refused. Any dtype.
-  virtual std::unique_ptr<Work> all_gather(const Tensor& input, const Tensor& output, Stream& stream) = 0;
-  // Any dtype.
+  // `output`; any other overlap is refused. If `counts` is given, rank r's input has counts[r] elements,
+  // and the output their sum; the same counts on all ranks.
+  virtual std::unique_ptr<Work> all_gather(const Tensor& input, const Tensor& output, Stream& stream,
+                                           std::span<const int64_t> counts = {}) = 0;
   virtual std::unique_ptr<Work> broadcast(const Tensor& data, int root, Stream& stream) = 0;
+  // `input` and `output`, apart, hold one block for (from) each rank, in rank order: equal blocks, or of
+  // send_counts[r] and receive_counts[r] elements if both are given. A block that its receiver expects to be
+  // of another size is a CollectiveMismatch.
+  virtual std::unique_ptr<Work> all_to_all(const Tensor& input, const Tensor& output, Stream& stream,
+                                           std::span<const int64_t> send_counts = {},
+                                           std::span<const int64_t> receive_counts = {}) = 0;
+  // Sends and receives that run at once; all of what depends on each other belongs into one call. Called by
+  // the ranks concerned alone. The n-th tensor sent from rank a to rank b is the n-th that b receives from a,
+  // of the same dtype and count (CollectiveMismatch otherwise); a peer is another rank of the group. Tensors
+  // that are received must not overlap any other.
+  virtual std::unique_ptr<Work> exchange(std::span<const Transfer> transfers, Stream& stream) = 0;
+  std::unique_ptr<Work> send(const Tensor& tensor, int to, Stream& stream) {
+    const Transfer transfer{Transfer::Kind::kSend, tensor, to};
+    return exchange({&transfer, 1}, stream);
+  }
+  std::unique_ptr<Work> receive(const Tensor& tensor, int from, Stream& stream) {
+    const Transfer transfer{Transfer::Kind::kReceive, tensor, from};
+    return exchange({&transfer, 1}, stream);
+  }
   // Blocks the host until every rank has called it; collectives that this rank issued before have
   // run by then. Throws Timeout naming the missing ranks after `limit`, whatever CommOptions says.
   virtual void barrier(std::chrono::milliseconds limit) = 0;
@@ -86,6 +122,7 @@ struct CommOptions {
   // on all ranks. Rounded up to a multiple of 64 bytes times the number of ranks. Larger chunks
   // measured no faster: these stay in the cache.
   int64_t chunk_bytes = int64_t{256} << 10;
+  ReduceMode reduce_mode = ReduceMode::kOrdered;
 };
 
 }  // namespace polyreme

@@ -1,6 +1,7 @@
 #include "comm/factory.h"
 
-#include "comm/shared_memory/shared_communicator.h"
+#include "comm/cpu_communicator.h"
+#include "comm/shared_memory/shared_transport.h"
 
 namespace polyreme {
 namespace {
@@ -13,13 +14,17 @@ void check_options(int size, const CommOptions& options) {
           " ms; expected a positive one");
 }
 
-std::unique_ptr<SharedCommunicator> join(std::shared_ptr<SharedMemory> memory,
-                                         std::shared_ptr<SharedMemorySource> source, int rank, int size,
-                                         const CommOptions& options) {
-  auto group = std::make_shared<SharedGroup>(std::move(memory), rank, size, options.chunk_bytes,
-                                             SharedGroup::Options{options.name, options.timeout});
-  return std::make_unique<SharedCommunicator>(std::move(group), std::move(source), make_issue_order(),
-                                              options.chunk_bytes);
+std::shared_ptr<SharedGroup> make_group(std::shared_ptr<SharedMemory> memory, int rank, int size,
+                                        const CommOptions& options) {
+  return std::make_shared<SharedGroup>(std::move(memory), rank, size, options.chunk_bytes,
+                                       SharedGroup::Options{options.name, options.timeout});
+}
+
+std::unique_ptr<CpuCommunicator> join(std::shared_ptr<SharedMemory> memory,
+                                      std::shared_ptr<SharedMemorySource> source, int rank, int size,
+                                      const CommOptions& options) {
+  return std::make_unique<CpuCommunicator>(std::make_unique<SharedTransport>(
+      make_group(std::move(memory), rank, size, options), std::move(source), options.chunk_bytes));
 }
 
 std::shared_ptr<SharedMemory> create_segment(SharedMemorySource& source, int size, const CommOptions& options,
@@ -98,9 +103,10 @@ std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, co
   for (int r = 0; r < size; ++r) SharedGroup::introduce(*memory, r, this_rank());
   std::vector<std::unique_ptr<Communicator>> communicators;
   for (int r = 0; r < size; ++r) {
-    auto communicator = join(memory, source, r, size, options);
-    communicator->choose_waiting();
-    communicators.push_back(std::move(communicator));
+    std::shared_ptr<SharedGroup> group = make_group(memory, r, size, options);
+    group->choose_waiting();
+    communicators.push_back(std::make_unique<CpuCommunicator>(
+        std::make_unique<SharedTransport>(std::move(group), source, options.chunk_bytes)));
   }
   return communicators;
 }

@@ -97,6 +97,8 @@ void reduce_by_op(ReduceOp op, const void* const* terms, int num_terms, int64_t 
       return reduce_typed<T, ReduceOp::kMax>(terms, num_terms, count, out);
     case ReduceOp::kMin:
       return reduce_typed<T, ReduceOp::kMin>(terms, num_terms, count, out);
+    default:
+      throw NotAvailable(concat("no reduction by ", reduce_op_name(op)));
   }
 }
 

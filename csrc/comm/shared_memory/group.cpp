@@ -147,26 +147,11 @@ void SharedGroup::choose_waiting() {
   oversubscribed_ = options_.oversubscribed || size_ > count_cpus(together);
 }
 
-uint64_t SharedGroup::post(const CollectiveCall& call) {
-  const uint64_t before = mine().posted.load(std::memory_order_relaxed);
-  withdraw(call.sequence << 8 | static_cast<uint64_t>(call.op));
-  return before;
-}
-
 void SharedGroup::begin(const CollectiveCall& call, std::chrono::milliseconds limit) {
   call_ = call;
   limit_ = limit;
-  throw_if_failed();
-  if (call.sequence != sequence_of(mine().completed) + 1)
-    fail_and_throw(FailureKind::kPeerLost,
-                   concat(who(rank_), " skipped the call after ", mark_text(mine().completed),
-                          ": an earlier operation of its stream failed"));
   mine().call[slot()] = call;
   opening_ = true;
-}
-
-void SharedGroup::end() {
-  mine().completed.store(call_.sequence << 8 | static_cast<uint64_t>(call_.op), std::memory_order_relaxed);
 }
 
 void SharedGroup::meet() {
@@ -236,8 +221,8 @@ void SharedGroup::look_for_departed() {
     if (block(r).arrived.load(std::memory_order_relaxed) >= meetings_) continue;
     let_end(r);
     fail_and_throw(FailureKind::kPeerLost,
-                   concat(who(r), " left the group after ", mark_text(block(r).completed), ": ",
-                          block(r).departure_text));
+                   concat(who(r), " left the group after ", mark_text(block(r).ledger.collectives.completed),
+                          ": ", block(r).departure_text));
   }
 }
 
@@ -276,22 +261,15 @@ void SharedGroup::time_out() {
                                                " s for ", progress_text(absent)));
 }
 
-std::string SharedGroup::mark_text(const std::atomic<uint64_t>& mark) {
-  const uint64_t value = mark.load(std::memory_order_relaxed);
-  if (value == 0) return "nothing";
-  return concat(collective_name(static_cast<CollectiveOp>(value & 0xff)), " (sequence ", value >> 8, ")");
-}
-
 std::string SharedGroup::progress_text(const std::vector<int>& ranks) const {
   std::string text;
   for (const int r : ranks) {
     const RankBlock& peer = block(r);
-    text += concat(text.empty() ? "" : "; ", who(r), ", which last completed ", mark_text(peer.completed));
-    if (sequence_of(peer.posted) > sequence_of(peer.completed)) {
-      text += concat(" and is in ", mark_text(peer.posted));
-    } else {
-      text += " and has called nothing since";
-    }
+    const CallLedger::Line& calls = peer.ledger.collectives;
+    text += concat(text.empty() ? "" : "; ", who(r), ", which last completed ", mark_text(calls.completed));
+    for (const CallLedger::Line* line : {&calls, &peer.ledger.exchanges})
+      if (line->owes()) text += concat(" and is in ", mark_text(line->posted));
+    if (!peer.ledger.owes()) text += " and has called nothing since";
   }
   return text;
 }
@@ -348,26 +326,18 @@ void SharedGroup::throw_failure() const {
   if (shared.failure_state.load(std::memory_order_acquire) != 2)
     throw PeerLost(concat(where(), ": a rank died while it reported a failure"));
   const std::string text = concat(where(), ": ", shared.failure_text);
-  switch (shared.failure_kind) {
-    case FailureKind::kTimeout:
-      throw Timeout(text);
-    case FailureKind::kMismatch:
-      throw CollectiveMismatch(text);
-    default:
-      throw PeerLost(text);
-  }
+  polyreme::throw_failure(shared.failure_kind, text);
 }
 
 void SharedGroup::leave(const std::string& why) noexcept {
   // A forked child that is torn down must not take its parent out of the group.
   if (getpid() != self_.pid || left_.exchange(true)) return;
   try {
-    const bool owes = sequence_of(mine().posted) > sequence_of(mine().completed);
     copy_text(mine().departure_text, sizeof(mine().departure_text), why);
-    if (owes) {
-      fail(FailureKind::kPeerLost,
-           concat(who(rank_), " left the group: ", why, " before ", mark_text(mine().posted), " had run"));
-    }
+    for (const CallLedger::Line* line : {&ledger().collectives, &ledger().exchanges})
+      if (line->owes())
+        fail(FailureKind::kPeerLost,
+             concat(who(rank_), " left the group: ", why, " before ", mark_text(line->posted), " had run"));
   } catch (const std::exception&) {
     fail(FailureKind::kPeerLost, "a rank left the group");  // out of memory for the text
   }

@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "comm/collective.h"
 #include "comm/shared_memory/layout.h"
 #include "comm/shared_memory/memory.h"
 
@@ -60,18 +59,12 @@ class SharedGroup {
   // Looks at the CPUs of all ranks, which must have introduced themselves, to choose how to wait.
   void choose_waiting();
 
-  // Begins a call that this rank has posted. A silent wait ends after `limit`. Throws if the group
-  // is broken, or if an earlier call was posted and never ran.
+  // Begins a call. A silent wait ends after `limit`.
   void begin(const CollectiveCall& call, std::chrono::milliseconds limit);
   // Throws PeerLost, Timeout or CollectiveMismatch; the group is broken for all ranks then.
   void meet();
-  void end();
 
-  // Sequence number of the next call; `post` makes it known to the others, `withdraw` with what
-  // `post` returned undoes that.
-  uint64_t next_sequence() const { return sequence_of(mine().posted) + 1; }
-  uint64_t post(const CollectiveCall& call);
-  void withdraw(uint64_t mark_before) { mine().posted.store(mark_before, std::memory_order_relaxed); }
+  CallLedger& ledger() const { return mine().ledger; }
 
   // Of the next meeting.
   int slot() const { return static_cast<int>(meetings_ % kNumSlots); }
@@ -95,11 +88,6 @@ class SharedGroup {
   std::string where() const;
 
  private:
-  static uint64_t sequence_of(const std::atomic<uint64_t>& mark) {
-    return mark.load(std::memory_order_relaxed) >> 8;
-  }
-  static std::string mark_text(const std::atomic<uint64_t>& mark);
-
   void* base() const { return memory_->address(); }
   GroupBlock& group() const { return SegmentLayout::group(base()); }
   RankBlock& block(int rank) const { return SegmentLayout::rank_block(base(), rank); }

@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "comm/collective.h"
 #include "comm/shared_memory/process.h"
+#include "comm/transport.h"
 
 // What lies where in the memory that the ranks of a group share:
 //
@@ -20,8 +20,6 @@ inline constexpr uint64_t kSegmentMagic = 0x504f4c5952454d45;  // "POLYREME"
 inline constexpr uint32_t kSegmentVersion = 1;
 inline constexpr size_t kNoteBytes = 512;
 inline constexpr int kNumSlots = 2;
-
-enum class FailureKind : uint32_t { kNone, kPeerLost, kTimeout, kMismatch };
 
 // Two cache lines apart: the adjacent-line prefetcher pairs them.
 inline constexpr size_t kLineBytes = 128;
@@ -53,9 +51,8 @@ struct alignas(kLineBytes) RankBlock {
 
   // Read by others only when something is wrong.
   alignas(kLineBytes) std::atomic<uint64_t> arrived;  // meetings this rank has come to
-  std::atomic<uint64_t> posted;                       // last call: sequence * 256 + CollectiveOp
-  std::atomic<uint64_t> completed;                    // likewise
-  std::atomic<uint32_t> departed;                     // 1: see departure_text
+  CallLedger ledger;
+  std::atomic<uint32_t> departed;  // 1: see departure_text
   char departure_text[256];
 
   // Plain, by slot.

@@ -3,10 +3,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <map>
 
-#include "comm/shared_memory/shared_communicator.h"
+#include "comm/shared_memory/shared_transport.h"
 
 namespace polyreme {
 namespace {
@@ -67,28 +66,9 @@ std::string name_conflict(const std::vector<Wish>& wishes, const std::map<int, s
 
 }  // namespace
 
-std::unique_ptr<Communicator> SharedCommunicator::split(int color, int key, const std::string& name) {
-  const SingleUser::Guard guard(single_user_, *group_);
-  require(name.size() <= kMaxNameBytes && name.find('\0') == std::string::npos,
-          "split: the name of a group has at most ", kMaxNameBytes, " characters, none of them NUL; got ",
-          name.size());
-  std::unique_ptr<Communicator> child;
-  std::exception_ptr no_memory;
-  run_on_host(CollectiveOp::kSplit, group_->options().timeout, [&] {
-    try {
-      child = split_members(color, key, name);
-    } catch (const OutOfMemory&) {
-      no_memory = std::current_exception();  // on every rank: the call ends in good order
-    } catch (const std::exception& failure) {
-      group_->fail(FailureKind::kPeerLost, concat(group_->who(rank()), " failed in split: ", failure.what()));
-      throw;
-    }
-  });
-  if (no_memory) std::rethrow_exception(no_memory);
-  return child;
-}
-
-std::unique_ptr<Communicator> SharedCommunicator::split_members(int color, int key, const std::string& name) {
+std::unique_ptr<Transport> SharedTransport::split(const CollectiveCall& call, int color, int key,
+                                                  const std::string& name) {
+  group_->begin(call, group_->options().timeout);
   Wish wish{.color = color, .key = key};
   std::memcpy(wish.name, name.c_str(), name.size());
   const std::vector<Wish> wishes = exchange(*group_, wish);
@@ -136,23 +116,23 @@ std::unique_ptr<Communicator> SharedCommunicator::split_members(int color, int k
     require<OutOfMemory>(offers[r].outcome != Offer::Outcome::kOutOfMemory, text);
     require<CommError>(offers[r].outcome != Offer::Outcome::kFailed, text);
   }
-  if (size == 0) return nullptr;
-  return join_child(offers[static_cast<size_t>(mine.front())].text, mine, name);
+  std::unique_ptr<Transport> child;
+  if (size > 0) child = join_child(offers[static_cast<size_t>(mine.front())].text, mine, name);
+  group_->meet();  // everybody has opened the memory before its name goes
+  return child;
 }
 
-std::unique_ptr<Communicator> SharedCommunicator::join_child(const std::string& segment_name,
-                                                             const std::vector<int>& members,
-                                                             const std::string& name) {
+std::unique_ptr<Transport> SharedTransport::join_child(const std::string& segment_name,
+                                                       const std::vector<int>& members,
+                                                       const std::string& name) {
   const int size = static_cast<int>(members.size());
   const int child_rank =
       static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
-  auto child_group = std::make_shared<SharedGroup>(
+  auto child = std::make_shared<SharedGroup>(
       source_->attach(segment_name), child_rank, size, chunk_bytes_,
       SharedGroup::Options{name, group_->options().timeout, group_->oversubscribed()});
-  group_->add_subgroup(child_group);
-  auto child = std::make_unique<SharedCommunicator>(std::move(child_group), source_, order_, chunk_bytes_);
-  child->attach();
-  return child;
+  group_->add_subgroup(child);
+  return std::make_unique<SharedTransport>(std::move(child), source_, chunk_bytes_);
 }
 
 }  // namespace polyreme

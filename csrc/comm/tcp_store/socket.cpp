@@ -166,21 +166,21 @@ FileDescriptor dial(const std::string& host, int port, std::chrono::milliseconds
                        " s (tried ", tried, "); did rank 0 start, and can this host reach it?"));
 }
 
-Transfer send_all(const FileDescriptor& socket, std::string_view bytes, Deadline deadline) {
+IoResult send_all(const FileDescriptor& socket, std::string_view bytes, Deadline deadline) {
   while (!bytes.empty()) {
     const ssize_t sent = send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
     if (sent > 0) {
       bytes.remove_prefix(static_cast<size_t>(sent));
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-      if (!wait_ready(socket.get(), POLLOUT, deadline)) return Transfer::kTimeout;
+      if (!wait_ready(socket.get(), POLLOUT, deadline)) return IoResult::kTimeout;
     } else if (errno != EINTR) {
-      return Transfer::kClosed;
+      return IoResult::kClosed;
     }
   }
-  return Transfer::kDone;
+  return IoResult::kDone;
 }
 
-Transfer receive_some(const FileDescriptor& socket, std::string& buffer, size_t most, Deadline deadline) {
+IoResult receive_some(const FileDescriptor& socket, std::string& buffer, size_t most, Deadline deadline) {
   const size_t before = buffer.size();
   buffer.resize(before + most);
   while (true) {
@@ -188,13 +188,13 @@ Transfer receive_some(const FileDescriptor& socket, std::string& buffer, size_t 
     const int error = errno;
     if (received > 0) {
       buffer.resize(before + static_cast<size_t>(received));
-      return Transfer::kDone;
+      return IoResult::kDone;
     }
     const bool would_block = received < 0 && (error == EAGAIN || error == EWOULDBLOCK);
     if (would_block && wait_ready(socket.get(), POLLIN, deadline)) continue;
     if (received < 0 && error == EINTR) continue;
     buffer.resize(before);
-    return would_block ? Transfer::kTimeout : Transfer::kClosed;
+    return would_block ? IoResult::kTimeout : IoResult::kClosed;
   }
 }
 

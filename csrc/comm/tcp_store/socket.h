@@ -43,10 +43,10 @@ void set_connection_options(const FileDescriptor& socket);
 // what they answered, CommError if the name has none.
 FileDescriptor dial(const std::string& host, int port, std::chrono::milliseconds limit);
 
-enum class Transfer { kDone, kClosed, kTimeout };
+enum class IoResult { kDone, kClosed, kTimeout };
 // Sends all of `bytes`.
-Transfer send_all(const FileDescriptor& socket, std::string_view bytes, Deadline deadline);
+IoResult send_all(const FileDescriptor& socket, std::string_view bytes, Deadline deadline);
 // Appends what comes to `buffer`: at least one byte, at most `most`.
-Transfer receive_some(const FileDescriptor& socket, std::string& buffer, size_t most, Deadline deadline);
+IoResult receive_some(const FileDescriptor& socket, std::string& buffer, size_t most, Deadline deadline);
 
 }  // namespace polyreme

@@ -85,15 +85,15 @@ void Client::greet(const TcpStoreOptions& options, Deadline deadline) {
   deadline = std::min(deadline, Clock::now() + options.greeting_limit);
   const std::string nonce = store_wire::make_nonce();
   const std::string foreign = concat("the program that listens at ", where_, " is not our store: ");
-  require<CommError>(send_all(socket_, store_wire::encode_hello(nonce), deadline) == Transfer::kDone, foreign,
+  require<CommError>(send_all(socket_, store_wire::encode_hello(nonce), deadline) == IoResult::kDone, foreign,
                      "it closed the connection");
   std::string hello_bytes;
   while (hello_bytes.size() < store_wire::kHelloBytes) {
-    const Transfer outcome =
+    const IoResult outcome =
         receive_some(socket_, hello_bytes, store_wire::kHelloBytes - hello_bytes.size(), deadline);
-    require<CommError>(outcome != Transfer::kTimeout, foreign,
+    require<CommError>(outcome != IoResult::kTimeout, foreign,
                        "it accepted the connection and stays silent; ", "choose another MASTER_PORT");
-    require<CommError>(outcome != Transfer::kClosed, foreign, "it closed the connection without a greeting");
+    require<CommError>(outcome != IoResult::kClosed, foreign, "it closed the connection without a greeting");
     require<CommError>(store_wire::may_be_hello(hello_bytes), foreign,
                        "it speaks another protocol; choose another MASTER_PORT");
   }
@@ -106,8 +106,8 @@ void Client::greet(const TcpStoreOptions& options, Deadline deadline) {
   send_all(socket_, {reinterpret_cast<const char*>(own.data()), own.size()}, deadline);
   std::string shown;
   while (shown.size() < store_wire::kProofBytes) {
-    const Transfer outcome = receive_some(socket_, shown, store_wire::kProofBytes - shown.size(), deadline);
-    require<CommError>(outcome == Transfer::kDone, "the store at ", where_,
+    const IoResult outcome = receive_some(socket_, shown, store_wire::kProofBytes - shown.size(), deadline);
+    require<CommError>(outcome == IoResult::kDone, "the store at ", where_,
                        " refused this process: its job secret ",
                        "differs (POLYREME_SECRET); is another job using the port?");
   }
@@ -131,11 +131,11 @@ void Client::check_usable(const std::string& key) const {
 
 void Client::send(const Request& request, Deadline deadline) {
   switch (send_all(socket_, store_wire::encode(request), deadline)) {
-    case Transfer::kDone:
+    case IoResult::kDone:
       return;
-    case Transfer::kClosed:
+    case IoResult::kClosed:
       lose("the connection was closed");
-    case Transfer::kTimeout:
+    case IoResult::kTimeout:
       lose("it does not take requests any more");
   }
 }
@@ -151,9 +151,9 @@ std::optional<Reply> Client::receive_reply(uint32_t id, Deadline deadline) {
       if (reply->id == id) return reply;
     }
     if (malformed) lose("it sent a malformed reply");
-    const Transfer outcome = receive_some(socket_, input_, size_t{64} << 10, deadline);
-    if (outcome == Transfer::kClosed) lose("the connection was closed");
-    if (outcome == Transfer::kTimeout) return std::nullopt;
+    const IoResult outcome = receive_some(socket_, input_, size_t{64} << 10, deadline);
+    if (outcome == IoResult::kClosed) lose("the connection was closed");
+    if (outcome == IoResult::kTimeout) return std::nullopt;
   }
 }
 

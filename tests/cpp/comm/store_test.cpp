@@ -242,9 +242,9 @@ FileDescriptor admitted_socket(int port) {
 bool is_dropped(const FileDescriptor& socket) {
   std::string ignored;
   const auto deadline = std::chrono::steady_clock::now() + seconds(5);
-  Transfer outcome = Transfer::kDone;
-  while (outcome == Transfer::kDone) outcome = receive_some(socket, ignored, 4096, deadline);
-  return outcome == Transfer::kClosed;
+  IoResult outcome = IoResult::kDone;
+  while (outcome == IoResult::kDone) outcome = receive_some(socket, ignored, 4096, deadline);
+  return outcome == IoResult::kClosed;
 }
 
 TEST(TcpStore, MalformedFramesCostTheirSenderTheConnection) {

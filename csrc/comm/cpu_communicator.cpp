@@ -1,0 +1,274 @@
+#include "comm/cpu_communicator.h"
+
+#include <exception>
+
+#include "device/cpu/cpu_device.h"
+#include "tensor/access.h"
+
+namespace polyreme {
+namespace {
+
+// Runs `body` as `call`, which was posted, and completes it.
+template <typename Body>
+void run_posted(Transport& group, const CollectiveCall& call, const Body& body) {
+  group.throw_if_failed();
+  CallLedger::Line& line = group.ledger().of(call.op);
+  if (call.sequence != CallLedger::sequence_of(line.completed) + 1) {
+    group.fail(FailureKind::kPeerLost,
+               concat(group.who(group.rank()), " skipped the call after ", mark_text(line.completed),
+                      ": an earlier operation of its stream failed"));
+    group.throw_if_failed();
+  }
+  body();
+  line.completed.store(CallLedger::mark_of(call), std::memory_order_relaxed);
+}
+
+// A collective that was issued. Shared by the stream, the Work and the order; only the stream's
+// share keeps the group, so that a group is left when its last collective has run or was dropped.
+struct PendingCall {
+  enum class State { kWaiting, kDone, kFailed };
+  CollectiveCall call;
+  CallMemory memory;
+  State state = State::kWaiting;
+  std::exception_ptr error;
+
+  void execute(Transport& group) {
+    try {
+      run_posted(group, call, [&] { group.run(call, memory, group.timeout()); });
+      state = State::kDone;
+    } catch (const std::exception& failure) {
+      state = State::kFailed;
+      error = std::current_exception();
+      group.fail(FailureKind::kPeerLost,
+                 concat(group.who(group.rank()), " failed in ", call.to_string(), ": ", failure.what()));
+      throw;
+    }
+  }
+};
+
+class CpuWork final : public Work {
+ public:
+  CpuWork(std::weak_ptr<Transport> group, std::shared_ptr<PendingCall> pending, std::shared_ptr<Event> done,
+          Stream& stream)
+      : group_(std::move(group)), pending_(std::move(pending)), done_(std::move(done)), stream_(stream) {}
+
+  void wait() override {
+    done_->synchronize();
+    if (pending_->state == PendingCall::State::kDone) return;
+    try {
+      stream_.synchronize();  // has the root cause, unless somebody took it already
+    } catch (const std::exception& cause) {
+      if (const auto group = group_.lock())
+        group->fail(FailureKind::kPeerLost, concat(group->who(group->rank()), " failed before ",
+                                                   pending_->call.to_string(), " ran: ", cause.what()));
+      throw;
+    }
+    if (pending_->error) std::rethrow_exception(pending_->error);
+    throw CommError(concat(pending_->call.to_string(), ", sequence ", pending_->call.sequence,
+                           ", did not run because an earlier operation of its stream failed"));
+  }
+  void wait_on(Stream& stream) override { stream.wait(*done_); }
+
+ private:
+  std::weak_ptr<Transport> group_;
+  std::shared_ptr<PendingCall> pending_;
+  std::shared_ptr<Event> done_;
+  Stream& stream_;
+};
+
+int64_t bytes_of(const CollectiveCall& call) {
+  return call.count * static_cast<int64_t>(dtype_size(call.dtype));
+}
+
+CallMemory in_place(const Tensor& data) {
+  return {.input = data.raw_address(), .output = data.raw_address()};
+}
+
+}  // namespace
+
+// Without it two collectives on two streams could run in different orders on two ranks, and each
+// wait for the other. A device that runs streams at its own pace needs the edges; the immediate CPU
+// device has none to wait for.
+struct IssueOrder {
+  std::shared_ptr<PendingCall> last;
+  std::shared_ptr<Event> done;
+  Device* device = nullptr;
+
+  bool is_pending() const { return last && last->state == PendingCall::State::kWaiting; }
+  void put_before(Stream& stream) {
+    if (!is_pending()) return;
+    if (device == &stream.device()) {
+      stream.wait(*done);
+    } else {
+      done->synchronize();  // events do not reach over devices
+    }
+  }
+  void drain() {
+    if (is_pending()) done->synchronize();
+  }
+};
+
+SingleUser::Guard::Guard(SingleUser& owner, const Transport& group) : user_(owner.user_) {
+  std::thread::id nobody{};
+  const std::thread::id self = std::this_thread::get_id();
+  outermost_ = user_.compare_exchange_strong(nobody, self);
+  require(outermost_ || nobody == self, "group '", group.name(), "', rank ", group.rank(),
+          ": concurrent use by two threads; give each thread a group of its own (split)");
+}
+
+CpuCommunicator::CpuCommunicator(std::shared_ptr<Transport> transport, std::shared_ptr<IssueOrder> order)
+    : transport_(std::move(transport)),
+      order_(order ? std::move(order) : std::make_shared<IssueOrder>()),
+      exceptions_at_birth_(std::uncaught_exceptions()) {}
+
+// Otherwise the group is left when the last collective that is still in a stream has run.
+CpuCommunicator::~CpuCommunicator() {
+  if (std::uncaught_exceptions() > exceptions_at_birth_) transport_->leave("an exception ended its use");
+}
+
+std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory memory,
+                                             const std::vector<Tensor>& inputs,
+                                             const std::vector<Tensor>& outputs, Stream& stream) {
+  transport_->throw_if_failed();
+  CpuStream& cpu_stream = as_cpu(stream);
+  std::vector<Access> accesses;
+  for (const Tensor& tensor : inputs) accesses.push_back(reads(tensor));
+  for (const Tensor& tensor : outputs) accesses.push_back(writes(tensor));
+  CallLedger::Line& line = transport_->ledger().of(call.op);
+  call.sequence = CallLedger::sequence_of(line.posted) + 1;
+  auto pending = std::make_shared<PendingCall>(PendingCall{.call = call, .memory = std::move(memory)});
+  std::shared_ptr<Event> done = stream.device().create_event();
+
+  const OpInfo info{.name = collective_name(call.op), .kind = OpKind::kCollective, .bytes = bytes_of(call)};
+  order_->put_before(stream);
+  const uint64_t before = line.posted.exchange(CallLedger::mark_of(call), std::memory_order_relaxed);
+  try {
+    cpu_stream.enqueue(info, std::move(accesses),
+                       [group = transport_, pending](const CpuContext&) { pending->execute(*group); });
+  } catch (...) {
+    line.posted.store(before, std::memory_order_relaxed);  // the device refused it: it was never issued
+    throw;
+  }
+  stream.record(*done);
+  order_->last = pending;
+  order_->done = done;
+  order_->device = &stream.device();
+  return std::make_unique<CpuWork>(transport_, std::move(pending), std::move(done), stream);
+}
+
+std::unique_ptr<Work> CpuCommunicator::all_reduce(const Tensor& data, ReduceOp op, Stream& stream) {
+  const SingleUser::Guard guard(single_user_, *transport_);
+  const CollectiveCall call = check_all_reduce(data, op);
+  return issue(call, in_place(data), {}, {data}, stream);
+}
+
+std::unique_ptr<Work> CpuCommunicator::reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op,
+                                                      Stream& stream) {
+  const SingleUser::Guard guard(single_user_, *transport_);
+  const CollectiveCall call = check_reduce_scatter(input, output, op, rank(), size());
+  return issue(call, {.input = input.raw_address(), .output = output.raw_address()}, {input}, {output},
+               stream);
+}
+
+std::unique_ptr<Work> CpuCommunicator::all_gather(const Tensor& input, const Tensor& output, Stream& stream,
+                                                  std::span<const int64_t> counts) {
+  const SingleUser::Guard guard(single_user_, *transport_);
+  const CollectiveCall call = check_all_gather(input, output, counts, rank(), size());
+  return issue(call,
+               {.input = input.raw_address(),
+                .output = output.raw_address(),
+                .receive_counts = {counts.begin(), counts.end()}},
+               {input}, {output}, stream);
+}
+
+std::unique_ptr<Work> CpuCommunicator::broadcast(const Tensor& data, int root, Stream& stream) {
+  const SingleUser::Guard guard(single_user_, *transport_);
+  const CollectiveCall call = check_broadcast(data, root, size());
+  std::vector<Tensor> inputs, outputs;
+  (root == rank() ? inputs : outputs).push_back(data);
+  return issue(call, in_place(data), inputs, outputs, stream);
+}
+
+std::unique_ptr<Work> CpuCommunicator::all_to_all(const Tensor& input, const Tensor& output, Stream& stream,
+                                                  std::span<const int64_t> send_counts,
+                                                  std::span<const int64_t> receive_counts) {
+  const SingleUser::Guard guard(single_user_, *transport_);
+  const CollectiveCall call = check_all_to_all(input, output, send_counts, receive_counts, size());
+  return issue(call,
+               {.input = input.raw_address(),
+                .output = output.raw_address(),
+                .send_counts = {send_counts.begin(), send_counts.end()},
+                .receive_counts = {receive_counts.begin(), receive_counts.end()}},
+               {input}, {output}, stream);
+}
+
+std::unique_ptr<Work> CpuCommunicator::exchange(std::span<const Transfer> transfers, Stream& stream) {
+  const SingleUser::Guard guard(single_user_, *transport_);
+  const CollectiveCall call = check_exchange(transfers, rank(), size());
+  CallMemory memory;
+  std::vector<Tensor> inputs, outputs;
+  for (const Transfer& transfer : transfers) {
+    const Tensor& tensor = transfer.tensor;
+    (transfer.kind == Transfer::Kind::kSend ? inputs : outputs).push_back(tensor);
+    memory.parts.push_back(
+        {transfer.kind, transfer.peer, tensor.raw_address(), tensor.numel(), tensor.dtype()});
+  }
+  return issue(call, std::move(memory), inputs, outputs, stream);
+}
+
+void CpuCommunicator::run_on_host(CollectiveOp op, const std::function<void(const CollectiveCall&)>& body) {
+  transport_->throw_if_failed();
+  order_->drain();
+  CallLedger::Line& line = transport_->ledger().of(op);
+  const CollectiveCall call{.sequence = CallLedger::sequence_of(line.posted) + 1, .op = op};
+  line.posted.store(CallLedger::mark_of(call), std::memory_order_relaxed);
+  run_posted(*transport_, call, [&] { body(call); });
+}
+
+void CpuCommunicator::barrier(std::chrono::milliseconds limit) {
+  const SingleUser::Guard guard(single_user_, *transport_);
+  require(limit.count() > 0, "barrier: the limit is ", limit.count(), " ms; expected a positive one");
+  run_on_host(CollectiveOp::kBarrier, [&](const CollectiveCall& call) { transport_->run(call, {}, limit); });
+}
+
+void CpuCommunicator::attach() {
+  const SingleUser::Guard guard(single_user_, *transport_);
+  run_on_host(CollectiveOp::kAttach,
+              [&](const CollectiveCall& call) { transport_->run(call, {}, transport_->timeout()); });
+}
+
+std::unique_ptr<Communicator> CpuCommunicator::split(int color, int key, const std::string& name) {
+  const SingleUser::Guard guard(single_user_, *transport_);
+  constexpr size_t kMaxNameBytes = 200;
+  require(name.size() <= kMaxNameBytes && name.find('\0') == std::string::npos,
+          "split: the name of a group has at most ", kMaxNameBytes, " characters, none of them NUL; got ",
+          name.size());
+  std::unique_ptr<Transport> child;
+  std::exception_ptr no_memory;
+  run_on_host(CollectiveOp::kSplit, [&](const CollectiveCall& call) {
+    try {
+      child = transport_->split(call, color, key, name);
+    } catch (const OutOfMemory&) {
+      no_memory = std::current_exception();  // on every rank: the call ends in good order
+    } catch (const std::exception& failure) {
+      transport_->fail(FailureKind::kPeerLost,
+                       concat(transport_->who(rank()), " failed in split: ", failure.what()));
+      throw;
+    }
+  });
+  if (no_memory) std::rethrow_exception(no_memory);
+  if (!child) return nullptr;
+  auto communicator = std::make_unique<CpuCommunicator>(std::move(child), order_);
+  communicator->attach();
+  return communicator;
+}
+
+void CpuCommunicator::abort(const std::string& reason) noexcept {
+  try {
+    transport_->abort(concat(transport_->who(rank()), " aborted the group: ", reason));
+  } catch (const std::exception&) {
+    transport_->abort("a rank aborted the group");  // out of memory for the text
+  }
+}
+
+}  // namespace polyreme

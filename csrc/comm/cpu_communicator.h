@@ -1,0 +1,81 @@
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "comm/transport.h"
+
+namespace polyreme {
+
+// The order in which one rank's collectives run, over a communicator and those split from it.
+struct IssueOrder;
+
+// Finds two threads that use one object at once. Nested use by one thread is fine: a device may run
+// an operation while it is enqueued.
+class SingleUser {
+ public:
+  class Guard {
+   public:
+    // Throws InvalidArgument, if another thread is inside.
+    Guard(SingleUser& owner, const Transport& group);
+    ~Guard() {
+      if (outermost_) user_.store(std::thread::id{});
+    }
+    Guard(const Guard&) = delete;
+    Guard& operator=(const Guard&) = delete;
+
+   private:
+    std::atomic<std::thread::id>& user_;
+    bool outermost_ = false;
+  };
+
+ private:
+  std::atomic<std::thread::id> user_{};
+};
+
+// A communicator on the CPU device: what all transports share. It checks arguments, gives calls their place
+// in streams and their sequence numbers, and hands them to the transport one by one.
+class CpuCommunicator final : public Communicator {
+ public:
+  // `order`: null for a group that was not split from another.
+  explicit CpuCommunicator(std::shared_ptr<Transport> transport, std::shared_ptr<IssueOrder> order = nullptr);
+  ~CpuCommunicator() override;
+
+  int rank() const override { return transport_->rank(); }
+  int size() const override { return transport_->size(); }
+  const std::string& name() const override { return transport_->name(); }
+  std::unique_ptr<Work> all_reduce(const Tensor& data, ReduceOp op, Stream& stream) override;
+  std::unique_ptr<Work> reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op,
+                                       Stream& stream) override;
+  std::unique_ptr<Work> all_gather(const Tensor& input, const Tensor& output, Stream& stream,
+                                   std::span<const int64_t> counts) override;
+  std::unique_ptr<Work> broadcast(const Tensor& data, int root, Stream& stream) override;
+  std::unique_ptr<Work> all_to_all(const Tensor& input, const Tensor& output, Stream& stream,
+                                   std::span<const int64_t> send_counts,
+                                   std::span<const int64_t> receive_counts) override;
+  std::unique_ptr<Work> exchange(std::span<const Transfer> transfers, Stream& stream) override;
+  void barrier(std::chrono::milliseconds limit) override;
+  std::unique_ptr<Communicator> split(int color, int key, const std::string& name) override;
+  void abort(const std::string& reason) noexcept override;
+
+  // The first call of a group whose ranks join one by one. Throws as barrier does.
+  void attach();
+
+ private:
+  std::unique_ptr<Work> issue(CollectiveCall call, CallMemory memory, const std::vector<Tensor>& inputs,
+                              const std::vector<Tensor>& outputs, Stream& stream);
+  // Runs `body` as a call of the host's thread, after all collectives that were issued before.
+  void run_on_host(CollectiveOp op, const std::function<void(const CollectiveCall&)>& body);
+
+  std::shared_ptr<Transport> transport_;
+  std::shared_ptr<IssueOrder> order_;
+  int exceptions_at_birth_;
+  SingleUser single_user_;
+};
+
+}  // namespace polyreme
