@@ -26,19 +26,22 @@ void run_posted(Transport& group, const CollectiveCall& call, const Body& body) 
 // A collective that was issued. Shared by the stream, the Work and the order; only the stream's
 // share keeps the group, so that a group is left when its last collective has run or was dropped.
 struct PendingCall {
+  PendingCall(const CollectiveCall& issued, CallMemory issued_memory)
+      : call(issued), memory(std::move(issued_memory)) {}
+
   enum class State { kWaiting, kDone, kFailed };
   CollectiveCall call;
   CallMemory memory;
-  State state = State::kWaiting;
-  std::exception_ptr error;
+  std::atomic<State> state = State::kWaiting;  // written by the thread that runs the stream
+  std::exception_ptr error;                    // before kFailed
 
   void execute(Transport& group) {
     try {
       run_posted(group, call, [&] { group.run(call, memory, group.timeout()); });
       state = State::kDone;
     } catch (const std::exception& failure) {
-      state = State::kFailed;
       error = std::current_exception();
+      state = State::kFailed;
       group.fail(FailureKind::kPeerLost,
                  concat(group.who(group.rank()), " failed in ", call.to_string(), ": ", failure.what()));
       throw;
@@ -136,7 +139,7 @@ std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory mem
   for (const Tensor& tensor : outputs) accesses.push_back(writes(tensor));
   CallLedger::Line& line = transport_->ledger().of(call.op);
   call.sequence = CallLedger::sequence_of(line.posted) + 1;
-  auto pending = std::make_shared<PendingCall>(PendingCall{.call = call, .memory = std::move(memory)});
+  auto pending = std::make_shared<PendingCall>(call, std::move(memory));
   std::shared_ptr<Event> done = stream.device().create_event();
 
   const OpInfo info{.name = collective_name(call.op), .kind = OpKind::kCollective, .bytes = bytes_of(call)};

@@ -73,6 +73,10 @@ class Stream {
   virtual void synchronize() = 0;
 };
 
+// What a stream is for. kBackground: its operations run beside those of other streams, also on a device
+// that otherwise runs operations while they are enqueued; for collectives that overlap computation.
+enum class StreamKind : uint8_t { kCompute, kBackground };
+
 // Bytes of a device's memory. `reserved` includes what is cached for reuse.
 struct MemoryStats {
   int64_t in_use_bytes = 0;
@@ -91,7 +95,7 @@ class Device {
   // Throws OutOfMemory with the size that was asked for and what is in use.
   virtual std::shared_ptr<Buffer> allocate(size_t size_bytes, const char* label) = 0;
   // `name` (a string literal) is named in errors about ordering.
-  virtual std::unique_ptr<Stream> create_stream(const char* name) = 0;
+  virtual std::unique_ptr<Stream> create_stream(const char* name, StreamKind kind = StreamKind::kCompute) = 0;
   virtual std::unique_ptr<Event> create_event() = 0;
   virtual MemoryStats memory() const = 0;
   virtual void reset_peak_memory() = 0;

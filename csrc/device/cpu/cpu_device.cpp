@@ -2,17 +2,12 @@
 
 #include <exception>
 
+#include "device/cpu/background_stream.h"
 #include "device/cpu/cpu_allocator.h"
 #include "device/cpu/deferred_device.h"
 
 namespace polyreme {
 namespace {
-
-// Nothing is ever pending, so there is nothing to wait for.
-class ImmediateEvent final : public Event {
- public:
-  void synchronize() override {}
-};
 
 class ImmediateDevice;
 
@@ -21,8 +16,8 @@ class ImmediateStream final : public CpuStream {
   ImmediateStream(ImmediateDevice& device, uint32_t id) : device_(device), id_(id) {}
   Device& device() const override;
   void enqueue(const OpInfo& info, std::vector<Access> accesses, CpuFunction function) override;
-  void record(Event&) override {}
-  void wait(Event&) override {}
+  void record(Event& event) override { as_event(event).point = nullptr; }  // everything has run
+  void wait(Event& event) override { event.synchronize(); }
   void synchronize() override {
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
@@ -48,10 +43,12 @@ class ImmediateDevice final : public Device {
   std::shared_ptr<Buffer> allocate(size_t size_bytes, const char* label) override {
     return allocator_->allocate(size_bytes, label);
   }
-  std::unique_ptr<Stream> create_stream(const char*) override {
-    return std::make_unique<ImmediateStream>(*this, next_stream_id_++);
+  std::unique_ptr<Stream> create_stream(const char*, StreamKind kind) override {
+    const uint32_t id = next_stream_id_++;
+    if (kind == StreamKind::kBackground) return std::make_unique<BackgroundStream>(*this, id, isa_);
+    return std::make_unique<ImmediateStream>(*this, id);
   }
-  std::unique_ptr<Event> create_event() override { return std::make_unique<ImmediateEvent>(); }
+  std::unique_ptr<Event> create_event() override { return std::make_unique<PointEvent>(); }
   MemoryStats memory() const override { return allocator_->stats(); }
   void reset_peak_memory() override { allocator_->reset_peak(); }
 

@@ -12,7 +12,9 @@
 namespace polyreme {
 
 // How a CPU device runs what is enqueued.
-// kImmediate: at once, on the calling thread (and the device's pool).
+// kImmediate: at once, on the calling thread (and the device's pool); those of a background stream on a
+// thread
+//   of the stream, where an operation has one thread.
 // kDeferred:  for tests. Streams run lazily, in random order as far as streams, events and waits
 //   allow it; fresh memory is NaN; memory is accessible only inside operations that declared it
 //   and inside a HostMapping; an access that is not ordered after a conflicting one of another

@@ -136,7 +136,7 @@ class DeferredDevice final : public Device {
   DeviceKind kind() const override { return DeviceKind::kCpu; }
   std::string description() const override { return concat("cpu, deferred, ", isa_name(isa_)); }
   std::shared_ptr<Buffer> allocate(size_t size_bytes, const char* label) override;
-  std::unique_ptr<Stream> create_stream(const char* name) override {
+  std::unique_ptr<Stream> create_stream(const char* name, StreamKind) override {
     auto stream = std::make_unique<DeferredStream>(*this, static_cast<uint32_t>(streams_.size()), name);
     streams_.push_back(stream.get());
     return stream;

@@ -1,0 +1,87 @@
+#include "device/cpu/background_stream.h"
+
+#include <utility>
+
+#include "device/cpu/deferred_device.h"
+
+namespace polyreme {
+
+void StreamPoint::reach() {
+  const std::lock_guard lock(mutex_);
+  reached_ = true;
+  changed_.notify_all();
+}
+
+void StreamPoint::await() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return reached_; });
+}
+
+BackgroundStream::BackgroundStream(Device& device, uint32_t id, Isa isa)
+    : device_(device), id_(id), context_{pool_, isa}, thread_([this] { work(); }) {}
+
+BackgroundStream::~BackgroundStream() {
+  {
+    const std::lock_guard lock(mutex_);
+    ending_ = true;
+    changed_.notify_all();
+  }
+  thread_.join();
+}
+
+void BackgroundStream::push(Task task) {
+  const std::lock_guard lock(mutex_);
+  tasks_.push_back(std::move(task));
+  changed_.notify_all();
+}
+
+void BackgroundStream::enqueue(const OpInfo& info, std::vector<Access> accesses, CpuFunction function) {
+  push({.run = [this, info,
+                function =
+                    std::move(function)] { run_recorded(info, id_, device_.recorder(), context_, function); },
+        .accesses = std::move(accesses)});
+}
+
+void BackgroundStream::record(Event& event) {
+  auto point = std::make_shared<StreamPoint>();
+  as_event(event).point = point;
+  push({.run = [point] { point->reach(); }, .skipped_after_error = false});
+}
+
+void BackgroundStream::wait(Event& event) {
+  if (const auto point = as_event(event).point) push({.run = [point] { point->await(); }});
+}
+
+void BackgroundStream::synchronize() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return tasks_.empty() && !running_; });
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+}
+
+void BackgroundStream::work() {
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return ending_ || !tasks_.empty(); });
+    if (tasks_.empty()) return;
+    {
+      Task task = std::move(tasks_.front());
+      tasks_.pop_front();
+      running_ = true;
+      const bool skipped = task.skipped_after_error && (error_ || ending_);
+      lock.unlock();
+      std::exception_ptr error;
+      try {
+        if (!skipped) task.run();
+      } catch (...) {
+        error = std::current_exception();
+      }
+      task = {};  // lets go of what it owns before anybody learns that it is done
+      lock.lock();
+      if (error && !error_) error_ = error;
+      running_ = false;
+    }
+    changed_.notify_all();
+  }
+}
+
+}  // namespace polyreme

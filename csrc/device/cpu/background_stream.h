@@ -1,0 +1,72 @@
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "device/cpu/cpu_device.h"
+
+namespace polyreme {
+
+// A point of a background stream, reached once. Thread-safe.
+class StreamPoint {
+ public:
+  void reach();
+  void await();
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool reached_ = false;
+};
+
+// An event of the immediate device.
+struct PointEvent final : Event {
+  std::shared_ptr<StreamPoint> point;  // null: never recorded, or where nothing was pending
+  void synchronize() override {
+    if (point) point->await();
+  }
+};
+inline PointEvent& as_event(Event& event) { return static_cast<PointEvent&>(event); }
+
+// A stream of the immediate device with a thread of its own.
+class BackgroundStream final : public CpuStream {
+ public:
+  BackgroundStream(Device& device, uint32_t id, Isa isa);
+  // Waits for the operation that runs; those that have not begun are dropped, and their points reached.
+  ~BackgroundStream() override;
+
+  Device& device() const override { return device_; }
+  void enqueue(const OpInfo& info, std::vector<Access> accesses, CpuFunction function) override;
+  void record(Event& event) override;
+  void wait(Event& event) override;
+  void synchronize() override;
+
+ private:
+  struct Task {
+    std::function<void()> run;
+    std::vector<Access> accesses;  // keeps the buffers
+    bool skipped_after_error = true;
+  };
+  void push(Task task);
+  void work();
+
+  Device& device_;
+  uint32_t id_;
+  ThreadPool pool_{1};
+  CpuContext context_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task> tasks_;
+  bool running_ = false;  // a task that is no longer in tasks_
+  bool ending_ = false;
+  std::exception_ptr error_;
+  std::thread thread_;  // last: it uses the others
+};
+
+}  // namespace polyreme
