@@ -1,9 +1,7 @@
 #include <pybind11/chrono.h>
-#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
-#include "mesh/mesh.h"
 #include "mesh/world.h"
 
 namespace py = pybind11;
@@ -23,57 +21,13 @@ std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-// A new array with the ordered sum (max, min) over the group of everybody's array.
-template <typename T>
-py::array all_reduce(Communicator& group, Device& device, const py::array& array, ReduceOp op) {
-  py::array_t<T, py::array::c_style | py::array::forcecast> result = array.attr("copy")();
-  {
-    T* data = result.mutable_data();
-    const int64_t count = result.size();
-    const py::gil_scoped_release release;
-    const auto stream = device.create_stream("all_reduce");
-    const Tensor tensor = empty(device, dtype_of<T>(), {count}, "all_reduce");
-    const auto access_bytes = static_cast<size_t>(tensor.size_bytes());
-    {
-      const HostMapping mapping(tensor.buffer());
-      std::memcpy(tensor.raw_address(), data, access_bytes);
-    }
-    group.all_reduce(tensor, op, *stream)->wait();
-    const HostMapping mapping(tensor.buffer());
-    std::memcpy(data, tensor.raw_address(), access_bytes);
-  }
-  return result;
-}
-
-ReduceOp reduce_op(const std::string& name) {
-  if (name == "sum") return ReduceOp::kSum;
-  if (name == "max") return ReduceOp::kMax;
-  if (name == "min") return ReduceOp::kMin;
-  throw InvalidArgument(concat("unknown reduction '", name, "'; expected sum, max or min"));
-}
-
-py::array all_reduce_any(const Mesh& mesh, World& world, const std::string& axis, const py::array& array,
-                         const std::string& op) {
-  Communicator& group = mesh.group(axis);
-  const ReduceOp reduction = reduce_op(op);
-  if (py::isinstance<py::array_t<float>>(array))
-    return all_reduce<float>(group, world.device(), array, reduction);
-  if (py::isinstance<py::array_t<double>>(array))
-    return all_reduce<double>(group, world.device(), array, reduction);
-  if (py::isinstance<py::array_t<int32_t>>(array))
-    return all_reduce<int32_t>(group, world.device(), array, reduction);
-  if (py::isinstance<py::array_t<int64_t>>(array))
-    return all_reduce<int64_t>(group, world.device(), array, reduction);
-  throw InvalidArgument(
-      concat("all_reduce takes float32, float64, int32 or int64, got ", std::string(py::str(array.dtype()))));
-}
-
 }  // namespace
 
 void bind_world(py::module_& m) {
   py::class_<World>(m, "World")
       .def_property_readonly("rank", &World::rank)
       .def_property_readonly("size", &World::size)
+      .def_property_readonly("hosts", &World::hosts)
       .def_property_readonly("device_description", [](const World& w) { return w.device().description(); })
       .def(
           "barrier",
@@ -138,25 +92,6 @@ void bind_world(py::module_& m) {
                                  milliseconds(timeout_s));
       },
       py::kw_only(), "size"_a, "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a, "timeout_s"_a);
-
-  py::class_<Mesh>(m, "Mesh")
-      .def(py::init([](const World& world, const std::vector<std::pair<std::string, int>>& axes) {
-             std::vector<Axis> list;
-             for (const auto& [name, size] : axes) list.push_back({name, size});
-             // Not as a call_guard, under which pybind11 would register the new object too.
-             const py::gil_scoped_release release;
-             return std::make_unique<Mesh>(world.communicator(), std::move(list));
-           }),
-           "world"_a, "axes"_a, py::keep_alive<1, 2>())
-      .def(
-          "size", [](const Mesh& mesh, const std::string& axis) { return mesh.layout().size(axis); },
-          "axis"_a)
-      .def("coordinate", &Mesh::coordinate, "axis"_a)
-      .def(
-          "group",
-          [](const Mesh& mesh, int rank, const std::string& axis) { return mesh.layout().group(rank, axis); },
-          "rank"_a, "axis"_a)
-      .def("all_reduce", &all_reduce_any, "world"_a, "axis"_a, "array"_a, "op"_a);
 }
 
 }  // namespace polyreme::bindings

@@ -9,6 +9,7 @@ namespace polyreme::bindings {
 void bind_errors(pybind11::module_& m);
 void bind_system(pybind11::module_& m);
 void bind_world(pybind11::module_& m);
+void bind_mesh(pybind11::module_& m);
 void bind_data(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);
 void bind_ops(pybind11::module_& m);

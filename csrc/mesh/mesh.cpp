@@ -1,20 +1,66 @@
 #include "mesh/mesh.h"
 
+#include <algorithm>
+#include <set>
+
 #include "base/error.h"
+#include "comm/factory.h"
 
 namespace polyreme {
+namespace {
 
-Mesh::Mesh(Communicator& world, std::vector<Axis> axes)
-    : world_(world), layout_(std::move(axes), world.size()) {
-  for (const Axis& axis : layout_.axes()) {
-    const int leader = layout_.group(world.rank(), axis.name).front();
-    groups_[axis.name] = world.split(leader, layout_.coordinate(world.rank(), axis.name), axis.name);
-  }
+constexpr size_t kMaxNameBytes = 200;  // of a group
+
+std::string joined(const std::vector<std::string>& words, const std::string& separator) {
+  std::string text;
+  for (const std::string& word : words) text += (text.empty() ? "" : separator) + word;
+  return text;
 }
 
-Communicator& Mesh::group(const std::string& axis) const {
-  layout_.size(axis);  // throws for an unknown axis
-  return *groups_.at(axis);
+}  // namespace
+
+Mesh::Mesh(Communicator& world, MeshLayout layout, const std::vector<std::vector<std::string>>& groups)
+    : world_(world), layout_(std::move(layout)) {
+  require(layout_.world_size() == world.size(), "the layout is of ", layout_.world_size(),
+          " ranks, but the world has ", world.size());
+  std::set<Key> flattened;  // in this order on every rank
+  for (const std::vector<std::string>& axes : groups)
+    if (Key key = layout_.wide_axes(axes); key.size() > 1) flattened.insert(std::move(key));
+
+  // First the group of all ranks: split compares the name, so ranks that ask for different meshes
+  // find out here, before their groups could mix.
+  Key all;
+  for (const Axis& axis : layout_.axes()) all.push_back(axis.name);
+  all = layout_.wide_axes(all);
+  std::string text = layout_.description();
+  for (const Key& key : flattened) text += ", " + joined(key, "+");
+  if (!all.empty()) make(all, text.substr(0, kMaxNameBytes));
+
+  for (const Axis& axis : layout_.axes()) {
+    if (axis.size > 1)
+      make({axis.name}, axis.name);
+    else
+      groups_[{axis.name}] = std::move(make_local_communicators(1, {.name = axis.name}).front());
+  }
+  for (const Key& key : flattened) make(key, joined(key, "+"));
+}
+
+void Mesh::make(const Key& key, const std::string& name) {
+  if (groups_.contains(key)) return;
+  const std::vector<int> members = layout_.group(world_.rank(), key);
+  const auto self = std::find(members.begin(), members.end(), world_.rank());
+  groups_[key] = world_.split(members.front(), static_cast<int>(self - members.begin()), name);
+}
+
+Communicator& Mesh::group(const std::vector<std::string>& axes) const {
+  require(!axes.empty(), "a group is along at least one axis of the mesh");
+  Key key = layout_.wide_axes(axes);
+  if (key.empty()) key = {axes.front()};
+  const auto found = groups_.find(key);
+  require(found != groups_.end(), "the mesh ", layout_.description(), " has no group along ",
+          joined(key, " and "), ": making one is collective; declare it with the mesh, groups=[(\"",
+          joined(key, "\", \""), "\")]");
+  return *found->second;
 }
 
 }  // namespace polyreme

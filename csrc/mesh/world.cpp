@@ -35,9 +35,11 @@ std::string common_isa(const std::vector<RankRecord>& records) {
 
 std::vector<std::unique_ptr<World>> make_local_worlds(int size, const CpuDeviceOptions& device,
                                                       std::chrono::milliseconds timeout) {
+  const std::vector<std::string> hosts(static_cast<size_t>(std::max(size, 0)), "localhost");
   std::vector<std::unique_ptr<World>> worlds;
   for (std::unique_ptr<Communicator>& communicator : make_local_communicators(size, {.timeout = timeout}))
-    worlds.push_back(std::make_unique<World>(nullptr, make_cpu_device(device), std::move(communicator)));
+    worlds.push_back(
+        std::make_unique<World>(nullptr, make_cpu_device(device), std::move(communicator), hosts));
   return worlds;
 }
 
@@ -58,7 +60,10 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
   device.isa = common_isa(records);
   std::unique_ptr<Communicator> communicator =
       make_shm_communicator(*store, options.rank, options.size, options.job_id, {.timeout = options.timeout});
-  return std::make_unique<World>(std::move(store), make_cpu_device(device), std::move(communicator));
+  std::vector<std::string> hosts;
+  for (const RankRecord& record : records) hosts.push_back(record.host);
+  return std::make_unique<World>(std::move(store), make_cpu_device(device), std::move(communicator),
+                                 std::move(hosts));
 }
 
 }  // namespace polyreme

@@ -33,18 +33,24 @@ struct WorldOptions {
 class World {
  public:
   World(std::unique_ptr<Store> store, std::unique_ptr<Device> device,
-        std::unique_ptr<Communicator> communicator)
-      : store_(std::move(store)), device_(std::move(device)), communicator_(std::move(communicator)) {}
+        std::unique_ptr<Communicator> communicator, std::vector<std::string> hosts)
+      : store_(std::move(store)),
+        device_(std::move(device)),
+        communicator_(std::move(communicator)),
+        hosts_(std::move(hosts)) {}
 
   int rank() const { return communicator_->rank(); }
   int size() const { return communicator_->size(); }
   Device& device() const { return *device_; }
   Communicator& communicator() const { return *communicator_; }
+  // Where each rank runs, by rank; the same list on every rank.
+  const std::vector<std::string>& hosts() const { return hosts_; }
 
  private:
   std::unique_ptr<Store> store_;  // rank 0 serves it until the world ends
   std::unique_ptr<Device> device_;
   std::unique_ptr<Communicator> communicator_;
+  std::vector<std::string> hosts_;
 };
 
 // Meets the other ranks of this host; all agree on the lowest common instruction-set level. Blocks up

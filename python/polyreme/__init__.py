@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     )
     from .gemm_rate import measure_peak_flops
     from .generation import generate
+    from .mesh import Mesh
     from .optim import SGD, AdamW
     from .progress import Progress
     from .trainer import StepStats, Trainer
-    from .world import Lanes, Mesh, World, init
+    from .world import Lanes, World, init
 
 __all__ = [
     "SGD",
@@ -64,7 +65,8 @@ __all__ = [
 _MODULE_OF = {
     **dict.fromkeys(("SGD", "AdamW"), "optim"),
     **dict.fromkeys(("StepStats", "Trainer"), "trainer"),
-    **dict.fromkeys(("Lanes", "Mesh", "World", "init"), "world"),
+    **dict.fromkeys(("Lanes", "World", "init"), "world"),
+    "Mesh": "mesh",
     "Progress": "progress",
     "__version__": "_core",
     "generate": "generation",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .mesh import Mesh
 from .models import GPT
-from .world import Mesh
 
 __all__ = ["measure_gemm_rate", "measure_peak_flops"]
 

@@ -14,9 +14,10 @@ from . import _core, optim
 from .checks import MAX_SEED, check_int, check_number, check_type
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
+from .mesh import Mesh
 from .models import GPT
 from .verification import StepRecorder
-from .world import Lanes, Mesh
+from .world import Lanes
 
 __all__ = ["StepStats", "Trainer"]
 
@@ -54,7 +55,7 @@ class Trainer:
 
     Args:
         model: what to train.
-        mesh: the ranks.
+        mesh: the ranks; all of them along dp in this version.
         optimizer: the update rule with its learning rate.
         global_batch: samples of one step, over all ranks.
         micro_batch: samples of one forward pass; changes memory and speed, not the bits.
@@ -86,6 +87,12 @@ class Trainer:
     ) -> None:
         check_type("model", model, GPT, "a polyreme.models.GPT")
         check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
+        for axis in mesh.order:
+            if axis != "dp" and mesh.size(axis) > 1:
+                raise NotAvailable(
+                    f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp only; use"
+                    f" pr.Mesh(world, dp={mesh.world.size})"
+                )
         check_type("optimizer", optimizer, optim.Optimizer, "a polyreme.AdamW or polyreme.SGD")
         if lanes is not None:
             check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")

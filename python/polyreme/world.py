@@ -1,21 +1,24 @@
-"""The ranks of a job, and named axes over them."""
+"""The ranks of a job and their groups; named axes over them are in mesh.py."""
 
 from __future__ import annotations
 
 import logging
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _core
-from .checks import MAX_THREADS, check_int, check_timeout, check_type
+from .checks import MAX_THREADS, check_int, check_timeout
 from .environment import RankEnvironment, read_rank_environment
 from .errors import NotAvailable
 
-__all__ = ["Lanes", "Mesh", "World", "init"]
+if TYPE_CHECKING:
+    from .mesh import Mesh
+
+__all__ = ["Lanes", "World", "init"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,11 @@ class World:
     def size(self) -> int:
         """The number of ranks."""
         return self._core.size
+
+    @property
+    def hosts(self) -> list[str]:
+        """Where each rank runs, by rank."""
+        return self._core.hosts
 
     @property
     def device(self) -> str:
@@ -129,55 +137,17 @@ def init(
     return World(core, env.local_rank)
 
 
-class Mesh:
-    """Named axes over the ranks of a world: `Mesh(world, dp=4)`. Collective.
+class Group:
+    """The ranks that differ from this one along some axes alone: `mesh["dp"]`.
 
-    Ranks are numbered with tp innermost. This version trains along dp; the other axes exist with
-    size 1.
-
-    Raises:
-        InvalidArgument: the sizes do not multiply to the world's size.
-        NotAvailable: an axis above 1 that this version cannot use.
+    ranks: the members in order of their position in the mesh; a member's place in this list is its
+        place in every collective.
     """
 
-    AXES = ("pp", "dp", "cp", "ep", "tp")
-
-    def __init__(
-        self, world: World, *, dp: int | None = None, pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1
-    ) -> None:
-        check_type("Mesh: world", world, World, "the polyreme.World that polyreme.init returns")
-        given = {"pp": pp, "dp": world.size if dp is None else dp, "cp": cp, "ep": ep, "tp": tp}
-        sizes = {name: check_int(f"mesh axis {name}", size, 1) for name, size in given.items()}
-        for name, size in sizes.items():
-            if name != "dp" and size > 1:
-                raise NotAvailable(
-                    f"mesh axis {name}={size}: this version has data parallelism only; use dp={world.size}"
-                )
-        self.world = world
-        self._core = _core.Mesh(world._core, [(name, sizes[name]) for name in self.AXES])
-
-    def size(self, axis: str) -> int:
-        """The number of ranks along `axis`."""
-        return self._core.size(axis)
-
-    def coordinate(self, axis: str) -> int:
-        """This rank's position along `axis`."""
-        return self._core.coordinate(axis)
-
-    def __getitem__(self, axis: str) -> Group:
-        return Group(self, axis)
-
-    def __repr__(self) -> str:
-        return "Mesh(" + ", ".join(f"{name}={self.size(name)}" for name in self.AXES) + ")"
-
-
-class Group:
-    """The ranks that differ from this one along one axis: `mesh["dp"]`."""
-
-    def __init__(self, mesh: Mesh, axis: str) -> None:
+    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
         self._mesh = mesh
-        self.axis = axis
-        self.ranks: list[int] = mesh._core.group(mesh.world.rank, axis)
+        self.axes = axes
+        self.ranks: list[int] = mesh._core.members(axes)
 
     @property
     def size(self) -> int:
@@ -192,4 +162,4 @@ class Group:
         Raises:
             CollectiveMismatch: ranks disagree about shape, type or operation.
         """
-        return self._mesh._core.all_reduce(self._mesh.world._core, self.axis, np.ascontiguousarray(array), op)
+        return self._mesh._core.all_reduce(self._mesh.world._core, self.axes, np.ascontiguousarray(array), op)

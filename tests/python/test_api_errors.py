@@ -40,7 +40,7 @@ def test_errors_are_also_those_of_python(error, bases):
     assert error("text").args == ("text",)
 
 
-# ---- init, mesh, lanes ----
+# ---- init, lanes ----
 
 
 @pytest.mark.parametrize(
@@ -62,23 +62,6 @@ def test_init_with_an_impossible_number_of_threads(num_threads):
         ["thread", str(num_threads)],
         lambda: pr.init(environment=RankEnvironment(), num_threads=num_threads),
     )
-
-
-@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
-def test_mesh_axes_of_later_versions(world, axis):
-    refused(pr.NotAvailable, [f"{axis}=2", "dp=1"], lambda: pr.Mesh(world, **{axis: 2}))
-    refused(pr.InvalidArgument, [f"{axis}=0", "at least 1"], lambda: pr.Mesh(world, **{axis: 0}))
-
-
-@pytest.mark.parametrize("dp", [0, -1, 2, 3])
-def test_f13_mesh_that_is_not_the_world(world, dp):
-    refused(pr.InvalidArgument, [str(dp), "1"], lambda: pr.Mesh(world, dp=dp))
-
-
-def test_unknown_axis(world):
-    mesh = pr.Mesh(world)
-    for ask in (mesh.size, mesh.coordinate, mesh.__getitem__):
-        refused(pr.InvalidArgument, ["'dq'", "dp"], lambda ask=ask: ask("dq"))
 
 
 @pytest.mark.parametrize("dp", [0, -2, 2.0, "2"])

@@ -396,8 +396,8 @@ def test_objects_may_go_in_any_order():
     """A trainer keeps its mesh and world alive."""
     trainer = make_trainer(alone())
     assert trainer.step(*batches(1, 8, MODEL)[0]).step == 1
-    core = _core.Mesh(alone()._core, [("dp", 1)])
-    assert core.size("dp") == 1
+    core = _core.Mesh(alone()._core, _core.MeshLayout([("dp", 1)], ["localhost"], "launch"), [])
+    assert core.members(["dp"]) == [0]
 
 
 @pytest.mark.parametrize("bad", ["a token outside the vocabulary", "another length"])

@@ -86,7 +86,7 @@ struct EngineRig {
   Engine engine;
 
   EngineRig(World& world, Model model, EngineOptions given)
-      : mesh(world.communicator(), {{"dp", world.size()}}),
+      : mesh(world.communicator(), MeshLayout({{"dp", world.size()}}, world.size())),
         options(with_decay(std::move(given), model)),
         engine(world.device(), mesh, std::move(model), options) {}
 
