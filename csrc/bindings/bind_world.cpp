@@ -21,10 +21,18 @@ std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
+// The thread of a world's background stream may want the GIL while the world waits for it to end.
+struct DeleteWithoutGil {
+  void operator()(World* world) const {
+    const py::gil_scoped_release release;
+    delete world;
+  }
+};
+
 }  // namespace
 
 void bind_world(py::module_& m) {
-  py::class_<World>(m, "World")
+  py::class_<World, std::unique_ptr<World, DeleteWithoutGil>>(m, "World")
       .def_property_readonly("rank", &World::rank)
       .def_property_readonly("size", &World::size)
       .def_property_readonly("hosts", &World::hosts)
@@ -36,6 +44,7 @@ void bind_world(py::module_& m) {
       .def(
           "abort", [](const World& w, const std::string& reason) { w.communicator().abort(reason); },
           "reason"_a, py::call_guard<py::gil_scoped_release>())
+      .def("stop_background", &World::stop_background, "reason"_a, py::call_guard<py::gil_scoped_release>())
       .def("memory",
            [](const World& w) {
              const MemoryStats stats = w.device().memory();
@@ -79,17 +88,20 @@ void bind_world(py::module_& m) {
                                        },
                                    .device = device_options(num_threads, isa, executor, schedule_seed)};
         const py::gil_scoped_release release;
-        return make_world(options);
+        return make_world(options).release();
       },
-      py::kw_only(), "rank"_a, "size"_a, "master_addr"_a, "master_port"_a, "store_fd"_a, "secret"_a,
-      "job_id"_a, "init_timeout_s"_a, "timeout_s"_a, "greeting_limit_s"_a, "num_threads"_a, "isa"_a,
-      "executor"_a, "schedule_seed"_a, "progress"_a);
+      py::return_value_policy::take_ownership, py::kw_only(), "rank"_a, "size"_a, "master_addr"_a,
+      "master_port"_a, "store_fd"_a, "secret"_a, "job_id"_a, "init_timeout_s"_a, "timeout_s"_a,
+      "greeting_limit_s"_a, "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a, "progress"_a);
   m.def(
       "make_local_worlds",
       [](int size, int num_threads, const std::string& isa, const std::string& executor,
          uint64_t schedule_seed, double timeout_s) {
-        return make_local_worlds(size, device_options(num_threads, isa, executor, schedule_seed),
-                                 milliseconds(timeout_s));
+        py::list worlds;
+        for (auto& world : make_local_worlds(size, device_options(num_threads, isa, executor, schedule_seed),
+                                             milliseconds(timeout_s)))
+          worlds.append(py::cast(world.release(), py::return_value_policy::take_ownership));
+        return worlds;
       },
       py::kw_only(), "size"_a, "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a, "timeout_s"_a);
 }

@@ -69,6 +69,8 @@ class Stream {
   virtual void record(Event& event) = 0;
   // Operations enqueued after this call start once `event`'s recorded point was reached.
   virtual void wait(Event& event) = 0;
+  // Whether everything that was enqueued has run.
+  virtual bool is_idle() = 0;
   // Blocks until the stream is empty. Rethrows the first error of its operations.
   virtual void synchronize() = 0;
 };
@@ -94,6 +96,9 @@ class Device {
   // Uninitialised memory, aligned to 64 bytes. `label` (a string literal) is named in errors.
   // Throws OutOfMemory with the size that was asked for and what is in use.
   virtual std::shared_ptr<Buffer> allocate(size_t size_bytes, const char* label) = 0;
+  // Memory of the host that somebody else owns as a buffer of this device; it lives as long as `owner`.
+  // Throws NotAvailable where operations cannot use such memory.
+  virtual std::shared_ptr<Buffer> wrap_host(void* address, size_t size_bytes, std::shared_ptr<void> owner);
   // `name` (a string literal) is named in errors about ordering.
   virtual std::unique_ptr<Stream> create_stream(const char* name, StreamKind kind = StreamKind::kCompute) = 0;
   virtual std::unique_ptr<Event> create_event() = 0;

@@ -33,6 +33,17 @@ std::string common_isa(const std::vector<RankRecord>& records) {
 
 }  // namespace
 
+Stream& World::background() {
+  if (!background_) background_ = device_->create_stream("background", StreamKind::kBackground);
+  return *background_;
+}
+
+void World::stop_background(const std::string& reason) noexcept {
+  if (!background_) return;
+  if (!background_->is_idle()) communicator_->abort(reason);
+  background_.reset();
+}
+
 std::vector<std::unique_ptr<World>> make_local_worlds(int size, const CpuDeviceOptions& device,
                                                       std::chrono::milliseconds timeout) {
   const std::vector<std::string> hosts(static_cast<size_t>(std::max(size, 0)), "localhost");

@@ -43,6 +43,10 @@ class World {
   int size() const { return communicator_->size(); }
   Device& device() const { return *device_; }
   Communicator& communicator() const { return *communicator_; }
+  // For collectives beside the host's thread; made at the first call, which one thread makes at a time.
+  Stream& background();
+  // Ends `background()`: what waits for other ranks fails, here and there. For a process that ends.
+  void stop_background(const std::string& reason) noexcept;
   // Where each rank runs, by rank; the same list on every rank.
   const std::vector<std::string>& hosts() const { return hosts_; }
 
@@ -51,6 +55,7 @@ class World {
   std::unique_ptr<Device> device_;
   std::unique_ptr<Communicator> communicator_;
   std::vector<std::string> hosts_;
+  std::unique_ptr<Stream> background_;
 };
 
 // Meets the other ranks of this host; all agree on the lowest common instruction-set level. Blocks up

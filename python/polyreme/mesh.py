@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from . import _core
 from .checks import check_int, check_type
 from .errors import InvalidArgument, NotAvailable
-from .world import Group, World
+from .group import Group
+from .world import World
 
 __all__ = ["Mesh", "SubMesh"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,8 @@ class World:
     def __init__(self, core: _core.World, local_rank: int = 0) -> None:
         self._core = core
         self.local_rank = local_rank
+        # Collectives in flight use memory of Python: they end before the interpreter does.
+        weakref.finalize(self, core.stop_background, "the process is ending")
 
     @property
     def rank(self) -> int:
@@ -135,31 +138,3 @@ def init(
         progress=logging.getLogger("polyreme").warning,
     )
     return World(core, env.local_rank)
-
-
-class Group:
-    """The ranks that differ from this one along some axes alone: `mesh["dp"]`.
-
-    ranks: the members in order of their position in the mesh; a member's place in this list is its
-        place in every collective.
-    """
-
-    def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
-        self._mesh = mesh
-        self.axes = axes
-        self.ranks: list[int] = mesh._core.members(axes)
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
-    def all_reduce(self, array: ArrayLike, op: str = "sum") -> NDArray[Any]:
-        """The ordered sum (or "max", "min") of everybody's array; same bits on every rank.
-
-        Args:
-            array: float32, float64, int32 or int64, of equal shape on all ranks.
-
-        Raises:
-            CollectiveMismatch: ranks disagree about shape, type or operation.
-        """
-        return self._mesh._core.all_reduce(self._mesh.world._core, self.axes, np.ascontiguousarray(array), op)

@@ -52,6 +52,11 @@ void BackgroundStream::wait(Event& event) {
   if (const auto point = as_event(event).point) push({.run = [point] { point->await(); }});
 }
 
+bool BackgroundStream::is_idle() {
+  const std::lock_guard lock(mutex_);
+  return tasks_.empty() && !running_;
+}
+
 void BackgroundStream::synchronize() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return tasks_.empty() && !running_; });

@@ -44,6 +44,7 @@ class BackgroundStream final : public CpuStream {
   void enqueue(const OpInfo& info, std::vector<Access> accesses, CpuFunction function) override;
   void record(Event& event) override;
   void wait(Event& event) override;
+  bool is_idle() override;
   void synchronize() override;
 
  private:

@@ -9,6 +9,18 @@
 namespace polyreme {
 namespace {
 
+// Memory of somebody else.
+class HostBuffer final : public Buffer {
+ public:
+  HostBuffer(void* address, size_t size_bytes, std::shared_ptr<void> owner)
+      : Buffer(address, size_bytes), owner_(std::move(owner)) {}
+
+ private:
+  void map_host() override {}
+  void unmap_host() noexcept override {}
+  std::shared_ptr<void> owner_;
+};
+
 class ImmediateDevice;
 
 class ImmediateStream final : public CpuStream {
@@ -18,6 +30,7 @@ class ImmediateStream final : public CpuStream {
   void enqueue(const OpInfo& info, std::vector<Access> accesses, CpuFunction function) override;
   void record(Event& event) override { as_event(event).point = nullptr; }  // everything has run
   void wait(Event& event) override { event.synchronize(); }
+  bool is_idle() override { return true; }
   void synchronize() override {
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
@@ -42,6 +55,9 @@ class ImmediateDevice final : public Device {
   }
   std::shared_ptr<Buffer> allocate(size_t size_bytes, const char* label) override {
     return allocator_->allocate(size_bytes, label);
+  }
+  std::shared_ptr<Buffer> wrap_host(void* address, size_t size_bytes, std::shared_ptr<void> owner) override {
+    return std::make_shared<HostBuffer>(address, size_bytes, std::move(owner));
   }
   std::unique_ptr<Stream> create_stream(const char*, StreamKind kind) override {
     const uint32_t id = next_stream_id_++;
@@ -73,6 +89,11 @@ void ImmediateStream::enqueue(const OpInfo& info, std::vector<Access>, CpuFuncti
 }
 
 }  // namespace
+
+std::shared_ptr<Buffer> Device::wrap_host(void*, size_t size_bytes, std::shared_ptr<void>) {
+  throw NotAvailable(concat(description(), " cannot work on ", size_bytes,
+                            " bytes of host memory in place; copy them to the device first"));
+}
 
 void run_recorded(const OpInfo& info, uint32_t stream_id, FlightRecorder& recorder, const CpuContext& context,
                   const CpuFunction& function) {

@@ -45,6 +45,13 @@ class GuardedBuffer final : public Buffer {
   GuardedBuffer(DeferredDevice& device, void* address, size_t size_bytes, size_t mapped_bytes,
                 const char* label)
       : Buffer(address, size_bytes), device_(device), mapped_bytes_(mapped_bytes), label_(label) {}
+  // Memory of somebody else: its order is checked, its pages are not guarded.
+  GuardedBuffer(DeferredDevice& device, void* address, size_t size_bytes, std::shared_ptr<void> owner)
+      : Buffer(address, size_bytes),
+        device_(device),
+        mapped_bytes_(0),
+        label_("host memory"),
+        owner_(std::move(owner)) {}
   ~GuardedBuffer() override;
 
   // Throws DeviceError if a conflicting earlier access is not in `clock`.
@@ -61,11 +68,14 @@ class GuardedBuffer final : public Buffer {
  private:
   void map_host() override;
   void unmap_host() noexcept override { close(); }
-  void protect(int protection) const noexcept { mprotect(address(), mapped_bytes_, protection); }
+  void protect(int protection) const noexcept {
+    if (!owner_) mprotect(address(), mapped_bytes_, protection);
+  }
 
   DeferredDevice& device_;
   size_t mapped_bytes_;
   const char* label_;
+  std::shared_ptr<void> owner_;  // null for memory of our own
   int open_count_ = 0;
   std::vector<PastAccess> past_;
 };
@@ -108,6 +118,7 @@ class DeferredStream final : public CpuStream {
   void enqueue(const OpInfo& info, std::vector<Access> accesses, CpuFunction function) override;
   void record(Event& event) override;
   void wait(Event& event) override;
+  bool is_idle() override { return tasks_.empty(); }
   void synchronize() override;
 
   bool runnable() const;
@@ -136,6 +147,9 @@ class DeferredDevice final : public Device {
   DeviceKind kind() const override { return DeviceKind::kCpu; }
   std::string description() const override { return concat("cpu, deferred, ", isa_name(isa_)); }
   std::shared_ptr<Buffer> allocate(size_t size_bytes, const char* label) override;
+  std::shared_ptr<Buffer> wrap_host(void* address, size_t size_bytes, std::shared_ptr<void> owner) override {
+    return std::make_shared<GuardedBuffer>(*this, address, size_bytes, std::move(owner));
+  }
   std::unique_ptr<Stream> create_stream(const char* name, StreamKind) override {
     auto stream = std::make_unique<DeferredStream>(*this, static_cast<uint32_t>(streams_.size()), name);
     streams_.push_back(stream.get());
@@ -181,6 +195,7 @@ class DeferredDevice final : public Device {
 GuardedBuffer& guarded(const Access& access) { return static_cast<GuardedBuffer&>(*access.buffer); }
 
 GuardedBuffer::~GuardedBuffer() {
+  if (owner_) return;
   munmap(address(), mapped_bytes_);
   device_.count(-static_cast<int64_t>(mapped_bytes_));
 }

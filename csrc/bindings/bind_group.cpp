@@ -1,0 +1,126 @@
+#include <pybind11/stl.h>
+
+#include "bindings/array_view.h"
+#include "bindings/bindings.h"
+#include "mesh/mesh.h"
+#include "mesh/world.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace polyreme::bindings {
+namespace {
+
+ReduceOp reduce_op(const std::string& name) {
+  for (const ReduceOp op :
+       {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMax, ReduceOp::kMin, ReduceOp::kAverage})
+    if (name == reduce_op_name(op)) return op;
+  throw InvalidArgument(concat("unknown reduction '", name, "'; expected sum, product, max, min or average"));
+}
+
+// A collective in flight, for Python; holds the arrays by its stream until it has run.
+class PendingWork {
+ public:
+  explicit PendingWork(std::unique_ptr<Work> work) : work_(std::move(work)) {}
+  void wait() {
+    if (work_) work_->wait();
+    work_.reset();
+  }
+
+ private:
+  std::unique_ptr<Work> work_;
+};
+
+// A group of a mesh for arrays of Python, on the background stream of its world.
+class ArrayGroup {
+ public:
+  ArrayGroup(World& world, Communicator& group) : world_(world), group_(group) {}
+
+  int rank() const { return group_.rank(); }
+  int size() const { return group_.size(); }
+  const std::string& name() const { return group_.name(); }
+
+  PendingWork all_reduce(const py::object& data, const std::string& op) {
+    return issue([&, tensor = view("all_reduce: array", data, true), reduction = reduce_op(op)](
+                     Stream& stream) { return group_.all_reduce(tensor, reduction, stream); });
+  }
+  PendingWork reduce_scatter(const py::object& input, const py::object& output, const std::string& op) {
+    return issue([&, from = view("reduce_scatter: array", input, false),
+                  to = view("reduce_scatter: out", output, true), reduction = reduce_op(op)](Stream& stream) {
+      return group_.reduce_scatter(from, to, reduction, stream);
+    });
+  }
+  PendingWork all_gather(const py::object& input, const py::object& output,
+                         const std::vector<int64_t>& counts) {
+    return issue([&, from = view("all_gather: array", input, false),
+                  to = view("all_gather: out", output, true)](Stream& stream) {
+      return group_.all_gather(from, to, stream, counts);
+    });
+  }
+  PendingWork broadcast(const py::object& data, int root) {
+    return issue([&, tensor = view("broadcast: array", data, root != rank())](Stream& stream) {
+      return group_.broadcast(tensor, root, stream);
+    });
+  }
+  PendingWork all_to_all(const py::object& input, const py::object& output,
+                         const std::vector<int64_t>& send_counts,
+                         const std::vector<int64_t>& receive_counts) {
+    return issue([&, from = view("all_to_all: array", input, false),
+                  to = view("all_to_all: out", output, true)](Stream& stream) {
+      return group_.all_to_all(from, to, stream, send_counts, receive_counts);
+    });
+  }
+  using Parts = std::vector<std::pair<py::object, int>>;
+  PendingWork exchange(const Parts& sends, const Parts& receives) {
+    std::vector<Transfer> transfers;
+    for (const auto& [array, peer] : sends)
+      transfers.push_back({Transfer::Kind::kSend, view("exchange: an array to send", array, false), peer});
+    for (const auto& [array, peer] : receives)
+      transfers.push_back(
+          {Transfer::Kind::kReceive, view("exchange: an array to receive", array, true), peer});
+    return issue([&](Stream& stream) { return group_.exchange(transfers, stream); });
+  }
+  void barrier(double timeout_s) {
+    group_.barrier(std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)));
+  }
+
+ private:
+  Tensor view(const char* what, const py::object& array, bool writable) {
+    return view_of(world_.device(), array, writable, what);
+  }
+  template <typename Call>
+  PendingWork issue(const Call& call) {
+    const py::gil_scoped_release release;
+    return PendingWork(call(world_.background()));
+  }
+
+  World& world_;
+  Communicator& group_;
+};
+
+}  // namespace
+
+void bind_group(py::module_& m) {
+  py::class_<PendingWork>(m, "Work").def("wait", &PendingWork::wait,
+                                         py::call_guard<py::gil_scoped_release>());
+
+  const auto keep_group = py::keep_alive<0, 1>();
+  py::class_<ArrayGroup>(m, "Group")
+      .def(py::init([](World& world, const Mesh& mesh, const std::vector<std::string>& axes) {
+             return std::make_unique<ArrayGroup>(world, mesh.group(axes));
+           }),
+           "world"_a, "mesh"_a, "axes"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def_property_readonly("rank", &ArrayGroup::rank)
+      .def_property_readonly("size", &ArrayGroup::size)
+      .def_property_readonly("name", &ArrayGroup::name)
+      .def("all_reduce", &ArrayGroup::all_reduce, "data"_a, "op"_a, keep_group)
+      .def("reduce_scatter", &ArrayGroup::reduce_scatter, "input"_a, "output"_a, "op"_a, keep_group)
+      .def("all_gather", &ArrayGroup::all_gather, "input"_a, "output"_a, "counts"_a, keep_group)
+      .def("broadcast", &ArrayGroup::broadcast, "data"_a, "root"_a, keep_group)
+      .def("all_to_all", &ArrayGroup::all_to_all, "input"_a, "output"_a, "send_counts"_a, "receive_counts"_a,
+           keep_group)
+      .def("exchange", &ArrayGroup::exchange, "sends"_a, "receives"_a, keep_group)
+      .def("barrier", &ArrayGroup::barrier, "timeout_s"_a, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace polyreme::bindings
