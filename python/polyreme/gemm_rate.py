@@ -40,4 +40,4 @@ def measure_peak_flops(mesh: Mesh, model: GPT, *, micro_batch: int) -> float:
     rows = measure_gemm_rate(mesh, model, micro_batch=micro_batch)
     flops = sum(2.0 * float(r["m"]) * float(r["n"]) * float(r["k"]) * float(r["count"]) for r in rows)
     seconds = sum(float(r["seconds"]) * float(r["count"]) for r in rows)
-    return float(mesh["dp"].all_reduce(np.array([flops / seconds]))[0])
+    return float(mesh[mesh.order].all_reduce(np.array([flops / seconds]))[0])

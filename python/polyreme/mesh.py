@@ -122,10 +122,11 @@ class Mesh:
             return
         inner = self._order[self._order.index("tp") :]
         block = math.prod(self.size(axis) for axis in inner)
-        product = " x ".join(f"{axis}={self.size(axis)}" for axis in inner if self.size(axis) > 1)
+        factors = [f"{axis}={self.size(axis)}" for axis in inner if self.size(axis) > 1]
+        product = " x ".join(factors) + (f" = {block}" if len(factors) > 1 else "")
         host, count = next((h, n) for h, n in Counter(self.world.hosts).items() if n % block)
         raise InvalidArgument(
-            f"{text}. With topology='host' the ranks of every host must be a multiple of {product} = {block}, but"
+            f"{text}. With topology='host' the ranks of every host must be a multiple of {product}, but"
             f" host {host} has {count}; choose another tp or order, start other numbers of ranks, or accept it with"
             " topology='launch'"
         )
@@ -207,12 +208,11 @@ def _check_sizes(num_ranks: int, given: dict[str, int | None]) -> dict[str, int]
     if product == num_ranks:
         return wanted
     shown = " x ".join(f"{axis}={wanted[axis]}" for axis in ("dp", "tp", "pp") if axis in wanted)
-    nearest = f"for example {' or '.join(_nearest(num_ranks, wanted))}"
-    if "dp" not in wanted:
-        raise InvalidArgument(
-            f"Mesh: {shown} = {product} does not divide the {num_ranks} ranks of the world, so there is no dp; {nearest}"
-        )
-    raise InvalidArgument(f"Mesh: {shown} = {product}, but the world has {num_ranks} ranks; {nearest}")
+    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    problem = f"but the world has {ranks}" if "dp" in wanted else f"which does not divide the world's {ranks}"
+    raise InvalidArgument(
+        f"Mesh: {shown} = {product}, {problem}; for example {' or '.join(_nearest(num_ranks, wanted))}"
+    )
 
 
 def _nearest(num_ranks: int, wanted: dict[str, int]) -> list[str]:

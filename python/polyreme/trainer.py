@@ -144,7 +144,8 @@ class Trainer:
         """One update on the caller's own batch.
 
         Args:
-            tokens: int [global_batch / dp, seq_len]: this rank's samples, seq_len up to the model's.
+            tokens: int [global_batch / dp, seq_len]: the part of the global batch at this rank's place along
+                dp, seq_len up to the model's.
             targets: same shape; -100 marks tokens that do not count.
 
         Raises:

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import polyreme as pr
 import pytest
-from helpers import alone, refused
+from helpers import alone, polyreme, refused
 from polyreme.testing import run_ranks
 
 CUBE = dict(pp=2, dp=2, tp=2)
@@ -83,6 +83,22 @@ def test_dp_is_what_the_others_leave():
     assert run_ranks(6, run) == [(2, [rank]) for rank in range(6)]
 
 
+@pytest.mark.mp
+def test_groups_between_processes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("""
+import polyreme as pr
+world = pr.init(init_timeout_s=20, timeout_s=20)
+mesh = pr.Mesh(world, pp=2, tp=2, groups=[("pp", "tp")])
+assert len(set(world.hosts)) == 1 and len(world.hosts) == 4
+for axes, ranks in ("tp", [[0, 1], [2, 3]]), ("pp", [[0, 2], [1, 3]]), (("pp", "tp"), [[0, 1, 2, 3]]):
+    assert mesh[axes].ranks in ranks
+    assert mesh[axes].all_reduce([world.rank])[0] == sum(mesh[axes].ranks)
+""")
+    done = polyreme("run", "-n", 4, script)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_axes_of_size_one_make_no_difference(world):
     mesh = pr.Mesh(world)
     for axes in ("dp", "tp", ("dp", "cp"), ("pp", "tp"), pr.Mesh.AXES):
@@ -137,7 +153,11 @@ def test_ranks_that_ask_for_different_meshes():
         (
             8,
             dict(tp=3),
-            ["tp=3 x pp=1 = 3", "does not divide the 8 ranks", "for example dp=2, tp=4 or dp=4, tp=2"],
+            [
+                "tp=3 x pp=1 = 3",
+                "does not divide the world's 8 ranks",
+                "for example dp=2, tp=4 or dp=4, tp=2",
+            ],
         ),
         (6, dict(dp=1, pp=4), ["pp=4", "= 4, but", "6 ranks", "for example dp=1, pp=6 or dp=2, pp=3"]),
         (
@@ -145,7 +165,7 @@ def test_ranks_that_ask_for_different_meshes():
             dict(dp=4, tp=4, pp=4),
             ["= 64, but the world has 4 ranks", "for example dp=1, pp=4 or dp=1, tp=4"],
         ),
-        (1, dict(dp=3), ["dp=3 x tp=1 x pp=1 = 3", "1 ranks", "for example dp=1"]),
+        (1, dict(dp=3), ["dp=3 x tp=1 x pp=1 = 3", "has 1 rank;", "for example dp=1"]),
         (1, dict(dp=1 << 40, tp=1 << 40), [f"= {1 << 80}", "for example dp=1"]),
     ],
 )
@@ -264,7 +284,7 @@ def test_topology_host_refuses_a_tp_that_does_not_fit():
     words = [
         "tp=2",
         "ranks 2 (host a), 3 (host b)",
-        "multiple of tp=2 = 2",
+        "multiple of tp=2,",
         "host a has 3",
         "topology='launch'",
     ]
