@@ -16,10 +16,10 @@ void require_dense(const char* op, const char* argument, const Tensor& tensor) {
           tensor.strides().to_string(), "); pass a contiguous copy");
 }
 
-void require_reducible(const char* op, DType dtype) {
-  require<NotAvailable>(
-      is_reducible(dtype), op, " of ", dtype_name(dtype),
-      " is not available; convert to float32 first (float32, float64, int32 and int64 are reduced)");
+// A quotient of integers would be rounded somehow: the caller knows better how.
+void require_reducible(const char* op, DType dtype, ReduceOp reduce) {
+  require(is_reducible(reduce, dtype), op, ": no ", reduce_op_name(reduce), " of ", dtype_name(dtype),
+          "; convert to float32 first, or reduce by sum and divide");
 }
 
 bool overlap(const Tensor& a, const Tensor& b) {
@@ -119,7 +119,9 @@ std::string CollectiveCall::to_string() const {
   const bool reduces = op == CollectiveOp::kAllReduce || op == CollectiveOp::kReduceScatter;
   const bool moves = op != CollectiveOp::kNone && op != CollectiveOp::kAttach &&
                      op != CollectiveOp::kBarrier && op != CollectiveOp::kSplit;
-  if (moves && op == CollectiveOp::kAllToAll && counts_hash != 0) {
+  if (op == CollectiveOp::kExchange) {
+    text += concat(" that sends ", count, " bytes");
+  } else if (moves && op == CollectiveOp::kAllToAll && counts_hash != 0) {
     text += concat(" ", dtype_name(dtype), ", uneven");
   } else if (moves) {
     text += concat(" ", dtype_name(dtype), "[", count, "]");
@@ -165,7 +167,7 @@ std::string mismatch_text(std::span<const CollectiveCall> calls) {
 
 CollectiveCall check_all_reduce(const Tensor& data, ReduceOp op) {
   require_dense("all_reduce", "data", data);
-  require_reducible("all_reduce", data.dtype());
+  require_reducible("all_reduce", data.dtype(), op);
   return {.count = data.numel(), .op = CollectiveOp::kAllReduce, .dtype = data.dtype(), .reduce = op};
 }
 
@@ -175,7 +177,7 @@ CollectiveCall check_reduce_scatter(const Tensor& input, const Tensor& output, R
   require_dense(name, "input", input);
   require_dense(name, "output", output);
   require_counts(name, output, "output", input, "input", size);
-  require_reducible(name, input.dtype());
+  require_reducible(name, input.dtype(), op);
   require_apart(name, output, input, output.size_bytes() * rank);
   return {.count = output.numel(), .op = CollectiveOp::kReduceScatter, .dtype = input.dtype(), .reduce = op};
 }

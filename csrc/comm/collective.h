@@ -50,8 +50,8 @@ std::string mismatch_text(std::span<const CollectiveCall> calls);
 std::string ranks_text(std::span<const int> ranks);
 
 // The calls of a group of `size` ranks, from arguments that were checked: defined, contiguous,
-// matching counts and dtypes, no overlap but the documented one. Throw InvalidArgument,
-// NotAvailable for a dtype that is not reduced.
+// matching counts and dtypes, no overlap but the documented one, no average of integers.
+// Throw InvalidArgument.
 CollectiveCall check_all_reduce(const Tensor& data, ReduceOp op);
 CollectiveCall check_reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op, int rank,
                                     int size);

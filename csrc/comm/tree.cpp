@@ -3,24 +3,38 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstring>
 #include <type_traits>
+
+#include "comm/half.h"
 
 namespace polyreme {
 namespace {
 
 // Up to this many terms are reduced in registers; more are reduced in blocks that stay in L1.
-constexpr int kMaxTermsInRegisters = 8;
+constexpr int kMaxTermsInRegisters = 4;
 constexpr int64_t kBlockElements = 512;
+
+// Bools as bytes: any value but 0 is true.
+enum class Truth : uint8_t {};
 
 template <typename T, ReduceOp kOp>
 T combine(T a, T b) {
-  if constexpr (kOp == ReduceOp::kMax) return (a > b || a != a) ? a : b;
-  if constexpr (kOp == ReduceOp::kMin) return (a < b || a != a) ? a : b;
-  if constexpr (std::is_integral_v<T>) {
-    using U = std::make_unsigned_t<T>;
-    return static_cast<T>(static_cast<U>(a) + static_cast<U>(b));
+  if constexpr (std::is_same_v<T, Truth>) {
+    constexpr bool kAll = kOp == ReduceOp::kProduct || kOp == ReduceOp::kMin;
+    const bool x = a != Truth{0}, y = b != Truth{0};
+    return static_cast<Truth>(kAll ? x & y : x | y);
+  } else if constexpr (kOp == ReduceOp::kMax) {
+    return (a > b || a != a) ? a : b;
+  } else if constexpr (kOp == ReduceOp::kMin) {
+    return (a < b || a != a) ? a : b;
+  } else if constexpr (std::is_integral_v<T>) {
+    // Unsigned, and no narrower than unsigned int: signed overflow is undefined.
+    using U = std::common_type_t<std::make_unsigned_t<T>, unsigned>;
+    const U x = static_cast<U>(a), y = static_cast<U>(b);
+    return static_cast<T>(kOp == ReduceOp::kSum ? x + y : x * y);
   } else {
-    return a + b;
+    return kOp == ReduceOp::kSum ? a + b : a * b;
   }
 }
 
@@ -50,56 +64,97 @@ void reduce_few(const T* const* terms, int64_t count, T* out) {
 
 template <typename T>
 using Reducer = void (*)(const T* const*, int64_t, T*);
+template <typename T>
+using Reducers = std::array<Reducer<T>, kMaxTermsInRegisters + 1>;
 
 template <typename T, ReduceOp kOp>
-constexpr std::array<Reducer<T>, kMaxTermsInRegisters + 1> kReducers = {nullptr,
-                                                                        reduce_few<T, kOp, 1>,
-                                                                        reduce_few<T, kOp, 2>,
-                                                                        reduce_few<T, kOp, 3>,
-                                                                        reduce_few<T, kOp, 4>,
-                                                                        reduce_few<T, kOp, 5>,
-                                                                        reduce_few<T, kOp, 6>,
-                                                                        reduce_few<T, kOp, 7>,
-                                                                        reduce_few<T, kOp, 8>};
+constexpr Reducers<T> kReducers = {nullptr, reduce_few<T, kOp, 1>, reduce_few<T, kOp, 2>,
+                                   reduce_few<T, kOp, 3>, reduce_few<T, kOp, 4>};
+
+template <typename T>
+const Reducers<T>& reducers_of(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kProduct:
+      return kReducers<T, ReduceOp::kProduct>;
+    case ReduceOp::kMax:
+      return kReducers<T, ReduceOp::kMax>;
+    case ReduceOp::kMin:
+      return kReducers<T, ReduceOp::kMin>;
+    default:  // an average is a sum first
+      return kReducers<T, ReduceOp::kSum>;
+  }
+}
+
+// The terms of a block. T: what is computed in. Terms of 16 bits are widened on their way.
+template <typename T>
+struct Source {
+  const void* const* terms;
+  DType dtype;
+  int64_t first;  // element
+
+  const T* block(int term, int64_t count, T* room) const {
+    const auto* begin =
+        static_cast<const char*>(terms[term]) + first * static_cast<int64_t>(dtype_size(dtype));
+    if constexpr (std::is_same_v<T, float>) {
+      if (dtype != DType::kF32) {
+        widen(dtype, begin, count, room);
+        return room;
+      }
+    }
+    return reinterpret_cast<const T*>(begin);
+  }
+  Source from(int term) const { return {terms + term, dtype, first}; }
+};
 
 // count <= kBlockElements.
-template <typename T, ReduceOp kOp>
-void reduce_block(const T* const* terms, int num_terms, int64_t first, int64_t count, T* out) {
+template <typename T>
+void reduce_block(const Reducers<T>& reducers, const Source<T>& source, int num_terms, int64_t count,
+                  T* out) {
   if (num_terms <= kMaxTermsInRegisters) {
-    std::array<const T*, kMaxTermsInRegisters> local;
-    for (int t = 0; t < num_terms; ++t) local[static_cast<size_t>(t)] = terms[t] + first;
-    return kReducers<T, kOp>[static_cast<size_t>(num_terms)](local.data(), count, out);
+    std::array<std::array<T, kBlockElements>, kMaxTermsInRegisters> rooms;
+    std::array<const T*, kMaxTermsInRegisters> terms;
+    for (int t = 0; t < num_terms; ++t)
+      terms[static_cast<size_t>(t)] = source.block(t, count, rooms[static_cast<size_t>(t)].data());
+    return reducers[static_cast<size_t>(num_terms)](terms.data(), count, out);
   }
   std::array<T, kBlockElements> left, right;
   const int num_left = left_terms(num_terms);
-  reduce_block<T, kOp>(terms, num_left, first, count, left.data());
-  reduce_block<T, kOp>(terms + num_left, num_terms - num_left, first, count, right.data());
+  reduce_block<T>(reducers, source, num_left, count, left.data());
+  reduce_block<T>(reducers, source.from(num_left), num_terms - num_left, count, right.data());
   const std::array<const T*, 2> halves = {left.data(), right.data()};
-  reduce_few<T, kOp, 2>(halves.data(), count, out);
-}
-
-template <typename T, ReduceOp kOp>
-void reduce_typed(const void* const* terms, int num_terms, int64_t count, void* out) {
-  const auto* typed = reinterpret_cast<const T* const*>(terms);
-  auto* result = static_cast<T*>(out);
-  if (num_terms <= kMaxTermsInRegisters)
-    return kReducers<T, kOp>[static_cast<size_t>(num_terms)](typed, count, result);
-  for (int64_t first = 0; first < count; first += kBlockElements)
-    reduce_block<T, kOp>(typed, num_terms, first, std::min(kBlockElements, count - first), result + first);
+  reducers[2](halves.data(), count, out);
 }
 
 template <typename T>
-void reduce_by_op(ReduceOp op, const void* const* terms, int num_terms, int64_t count, void* out) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return reduce_typed<T, ReduceOp::kSum>(terms, num_terms, count, out);
-    case ReduceOp::kMax:
-      return reduce_typed<T, ReduceOp::kMax>(terms, num_terms, count, out);
-    case ReduceOp::kMin:
-      return reduce_typed<T, ReduceOp::kMin>(terms, num_terms, count, out);
-    default:
-      throw NotAvailable(concat("no reduction by ", reduce_op_name(op)));
+void reduce_typed(const Reduction& reduction, const void* const* terms, int num_terms, int64_t count,
+                  void* out) {
+  const Reducers<T>& reducers = reducers_of<T>(reduction.op);
+  const bool narrows = partial_dtype(reduction.out) != reduction.out;
+  for (int64_t first = 0; first < count; first += kBlockElements) {
+    const int64_t length = std::min(kBlockElements, count - first);
+    std::array<T, kBlockElements> room;
+    T* block = narrows ? room.data() : static_cast<T*>(out) + first;
+    reduce_block<T>(reducers, {terms, reduction.terms, first}, num_terms, length, block);
+    if constexpr (std::is_floating_point_v<T>) {
+      const T divisor = static_cast<T>(reduction.average_over);
+      if (reduction.op == ReduceOp::kAverage)
+        for (int64_t i = 0; i < length; ++i) block[i] = block[i] / divisor;
+    }
+    if constexpr (std::is_same_v<T, float>) {
+      if (narrows) narrow(reduction.out, block, length, static_cast<uint16_t*>(out) + first);
+    }
   }
+}
+
+void check(const Reduction& reduction, int num_terms) {
+  require(num_terms >= 1, "a reduction tree needs at least one term, got ", num_terms);
+  require(reduction.terms == reduction.out || partial_dtype(reduction.terms) == reduction.out ||
+              reduction.terms == partial_dtype(reduction.out),
+          "a reduction of ", dtype_name(reduction.terms), " into ", dtype_name(reduction.out));
+  require(is_reducible(reduction.op, reduction.out), "no ", reduce_op_name(reduction.op), " of ",
+          dtype_name(reduction.out));
+  require(reduction.op != ReduceOp::kAverage || reduction.average_over >= 1, "an average over ",
+          reduction.average_over, " terms");
 }
 
 }  // namespace
@@ -115,24 +170,42 @@ std::vector<TreeStep> tree_order(int num_terms) {
   return steps;
 }
 
-bool is_reducible(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kF64 || dtype == DType::kI32 || dtype == DType::kI64;
+Reduction Reduction::partial(DType terms_dtype) const {
+  return {op == ReduceOp::kAverage ? ReduceOp::kSum : op, terms_dtype, partial_dtype(out)};
 }
 
-void tree_reduce(DType dtype, ReduceOp op, const void* const* terms, int num_terms, int64_t count,
+DType partial_dtype(DType dtype) {
+  return dtype == DType::kBF16 || dtype == DType::kF16 ? DType::kF32 : dtype;
+}
+
+bool is_reducible(ReduceOp op, DType dtype) {
+  const DType partial = partial_dtype(dtype);
+  return op != ReduceOp::kAverage || partial == DType::kF32 || partial == DType::kF64;
+}
+
+void tree_reduce(const Reduction& reduction, const void* const* terms, int num_terms, int64_t count,
                  void* out) {
-  require(num_terms >= 1, "a reduction tree needs at least one term, got ", num_terms);
-  switch (dtype) {
-    case DType::kF32:
-      return reduce_by_op<float>(op, terms, num_terms, count, out);
+  check(reduction, num_terms);
+  if (num_terms == 1 && reduction.op != ReduceOp::kAverage && reduction.terms == reduction.out) {
+    if (count > 0 && terms[0] != out)
+      std::memcpy(out, terms[0], static_cast<size_t>(count) * dtype_size(reduction.out));
+    return;
+  }
+  switch (partial_dtype(reduction.out)) {
     case DType::kF64:
-      return reduce_by_op<double>(op, terms, num_terms, count, out);
+      return reduce_typed<double>(reduction, terms, num_terms, count, out);
+    case DType::kI8:
+      return reduce_typed<int8_t>(reduction, terms, num_terms, count, out);
+    case DType::kU8:
+      return reduce_typed<uint8_t>(reduction, terms, num_terms, count, out);
     case DType::kI32:
-      return reduce_by_op<int32_t>(op, terms, num_terms, count, out);
+      return reduce_typed<int32_t>(reduction, terms, num_terms, count, out);
     case DType::kI64:
-      return reduce_by_op<int64_t>(op, terms, num_terms, count, out);
+      return reduce_typed<int64_t>(reduction, terms, num_terms, count, out);
+    case DType::kBool:
+      return reduce_typed<Truth>(reduction, terms, num_terms, count, out);
     default:
-      throw InvalidArgument(concat("no reduction of ", dtype_name(dtype)));
+      return reduce_typed<float>(reduction, terms, num_terms, count, out);
   }
 }
 

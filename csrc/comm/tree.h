@@ -23,13 +23,33 @@ struct TreeStep {
 // Throws InvalidArgument for num_terms < 1.
 std::vector<TreeStep> tree_order(int num_terms);
 
-// Whether tree_reduce takes the dtype: fp32, fp64, int32, int64.
-bool is_reducible(DType dtype);
+// A reduction, or one node of a tree that is reduced over several levels. Such a tree has the bits of a
+// single call if every level but the last is a `partial` one: nothing is rounded nor divided before the end.
+struct Reduction {
+  ReduceOp op = ReduceOp::kSum;
+  DType terms = DType::kF32;
+  DType out = DType::kF32;   // equal to `terms`, or one of both is partial_dtype of the other
+  int64_t average_over = 0;  // kAverage: the number of all terms of the tree
+
+  // The whole reduction of `num_terms` terms.
+  static Reduction whole(ReduceOp op, DType dtype, int num_terms) { return {op, dtype, dtype, num_terms}; }
+  // The lower levels of this one: from `terms_dtype`, this reduction's `terms` or already partial.
+  Reduction partial(DType terms_dtype) const;
+};
+// What partial results are kept in: float32 for float16 and bfloat16, else the dtype itself.
+DType partial_dtype(DType dtype);
+
+// Whether op takes the dtype: kAverage takes floating-point numbers only, the others every dtype.
+bool is_reducible(ReduceOp op, DType dtype);
 
 // out[i] = the terms' elements i, reduced by tree_order(num_terms), for i in [0, count). `out` may
-// be one of the terms; no other overlap. Integer sums wrap; max and min pass NaN on; of two zeros
-// of different sign, max and min take the later term. Bits do not depend on the CPU.
-// Throws InvalidArgument for other dtypes.
-void tree_reduce(DType dtype, ReduceOp op, const void* const* terms, int num_terms, int64_t count, void* out);
+// be one of the terms if the dtypes are equal; no other overlap. What each operation does to which dtype
+// stands at Communicator. Of two zeros of different sign max and min take the later term; which NaN of
+// several is passed on is not defined. A single term that is not averaged is copied as it is. An average is
+// sum / average_over, divided in float32 (float64) and, in 16 bits, rounded once after that. Bits do not
+// depend on the CPU. Throws InvalidArgument for what is_reducible refuses and for dtypes that do not go
+// together.
+void tree_reduce(const Reduction& reduction, const void* const* terms, int num_terms, int64_t count,
+                 void* out);
 
 }  // namespace polyreme

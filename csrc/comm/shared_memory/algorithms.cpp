@@ -35,7 +35,7 @@ void reduce_from_staging(SharedGroup& group, const CollectiveCall& call, int slo
                          int64_t bytes, const void* own, void* out, std::vector<const void*>& terms) {
   for (int r = 0; r < group.size(); ++r)
     terms[static_cast<size_t>(r)] = r == group.rank() ? own : group.staging(r, slot) + offset;
-  tree_reduce(call.dtype, call.reduce, terms.data(), group.size(),
+  tree_reduce(Reduction::whole(call.reduce, call.dtype, group.size()), terms.data(), group.size(),
               bytes / static_cast<int64_t>(dtype_size(call.dtype)), out);
 }
 

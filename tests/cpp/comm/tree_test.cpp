@@ -2,13 +2,17 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <set>
 #include <string>
+
+#include "comm/half.h"
+#include "comm/half_reference.h"
 
 namespace polyreme {
 namespace {
@@ -64,50 +68,240 @@ TEST(TreeOrder, AlignedPowerOfTwoBlocksAreSubtrees) {
 
 TEST(TreeOrder, RefusesNoTerms) { EXPECT_THROW(tree_order(0), InvalidArgument); }
 
+constexpr ReduceOp kAllOps[] = {ReduceOp::kSum, ReduceOp::kProduct, ReduceOp::kMax, ReduceOp::kMin,
+                                ReduceOp::kAverage};
+
 template <typename T>
 T combine_plainly(ReduceOp op, T a, T b) {
   if (op == ReduceOp::kMax) return b > a ? b : a;
   if (op == ReduceOp::kMin) return b < a ? b : a;
-  return static_cast<T>(a + b);
+  if constexpr (std::is_integral_v<T>) {
+    const auto x = static_cast<uint64_t>(a), y = static_cast<uint64_t>(b);
+    return static_cast<T>(op == ReduceOp::kProduct ? x * y : x + y);
+  } else {
+    return op == ReduceOp::kProduct ? a * b : a + b;
+  }
+}
+
+// Executes the steps one element at a time.
+template <typename T>
+std::vector<T> reduce_plainly(ReduceOp op, std::vector<std::vector<T>> terms) {
+  const int n = static_cast<int>(terms.size());
+  for (const TreeStep& step : tree_order(n))
+    for (size_t i = 0; i < terms[0].size(); ++i) {
+      T& into = terms[static_cast<size_t>(step.into)][i];
+      into = combine_plainly(op, into, terms[static_cast<size_t>(step.from)][i]);
+    }
+  if (op == ReduceOp::kAverage)
+    for (T& value : terms[0]) value = value / static_cast<T>(n);
+  return terms[0];
 }
 
 template <typename T>
+std::vector<const void*> addresses(const std::vector<std::vector<T>>& terms) {
+  std::vector<const void*> result;
+  for (const auto& term : terms) result.push_back(term.data());
+  return result;
+}
+
+const std::vector<int> kNumTerms = {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 16, 17, 31, 40};
+const std::vector<int64_t> kElements = {0, 1, 5, 511, 512, 513, 1700};
+
+template <typename T>
 class TreeReduce : public ::testing::Test {};
-using Types = ::testing::Types<float, double, int32_t, int64_t>;
+using Types = ::testing::Types<float, double, int8_t, uint8_t, int32_t, int64_t>;
 TYPED_TEST_SUITE(TreeReduce, Types);
 
 TYPED_TEST(TreeReduce, AppliesTheTreeToEachElement) {
   using T = TypeParam;
+  const DType dtype = dtype_of<T>();
   std::mt19937_64 random(7);
-  for (const int n : {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 16, 17, 31, 40}) {
-    for (const int64_t count : {0, 1, 5, 511, 512, 513, 1700}) {
+  for (const int n : kNumTerms) {
+    for (const int64_t count : kElements) {
       std::vector<std::vector<T>> terms(static_cast<size_t>(n), std::vector<T>(static_cast<size_t>(count)));
       for (auto& term : terms)
-        for (T& value : term)
-          value = static_cast<T>(std::ldexp(static_cast<double>(random() % 2000) - 1000, random() % 12));
-      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kMin}) {
-        auto expected = terms;
-        for (const TreeStep& step : tree_order(n))
-          for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
-            T& into = expected[static_cast<size_t>(step.into)][i];
-            into = combine_plainly(op, into, expected[static_cast<size_t>(step.from)][i]);
-          }
-        std::vector<const void*> sources;
-        for (const auto& term : terms) sources.push_back(term.data());
+        for (T& value : term) {
+          const auto bits = static_cast<int64_t>(random());
+          value = std::is_integral_v<T>
+                      ? static_cast<T>(bits)
+                      : static_cast<T>(std::ldexp(static_cast<double>(bits % 1000) + 0.5, bits % 5 - 9));
+        }
+      for (const ReduceOp op : kAllOps) {
+        if (!is_reducible(op, dtype)) continue;
+        const std::vector<T> expected = reduce_plainly(op, terms);
         std::vector<T> out(static_cast<size_t>(count) + 1, T{42});
-        tree_reduce(dtype_of<T>(), op, sources.data(), n, count, out.data());
+        const Reduction whole = Reduction::whole(op, dtype, n);
+        tree_reduce(whole, addresses(terms).data(), n, count, out.data());
         EXPECT_EQ(out.back(), T{42});
         out.pop_back();
-        EXPECT_EQ(out, expected[0]) << n << " terms, " << count << " elements, " << reduce_op_name(op);
+        EXPECT_EQ(out, expected) << n << " terms, " << count << " elements, " << reduce_op_name(op);
 
         auto in_place = terms;  // into the last term
-        sources.back() = in_place.back().data();
-        tree_reduce(dtype_of<T>(), op, sources.data(), n, count, in_place.back().data());
-        EXPECT_EQ(in_place.back(), expected[0]);
+        tree_reduce(whole, addresses(in_place).data(), n, count, in_place.back().data());
+        EXPECT_EQ(in_place.back(), expected);
       }
     }
   }
 }
+
+TEST(TreeReduceBool, AllAndAny) {
+  std::mt19937_64 random(8);
+  for (const int n : kNumTerms) {
+    std::vector<std::vector<uint8_t>> terms(static_cast<size_t>(n), std::vector<uint8_t>(1000));
+    for (auto& term : terms)
+      for (uint8_t& value : term) value = random() % static_cast<uint64_t>(n) == 0;
+    for (const bool inverse : {false, true}) {
+      for (auto& term : terms)
+        for (uint8_t& value : term) value = inverse ? !value : value;
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kProduct, ReduceOp::kMin}) {
+        const bool all = op == ReduceOp::kProduct || op == ReduceOp::kMin;
+        std::vector<uint8_t> out(1000, 42), expected(1000, all);
+        for (const auto& term : terms)
+          for (size_t i = 0; i < term.size(); ++i)
+            expected[i] = all ? expected[i] && term[i] : expected[i] || term[i];
+        tree_reduce(Reduction::whole(op, DType::kBool, n), addresses(terms).data(), n, 1000, out.data());
+        EXPECT_EQ(out, expected) << n << " terms, " << reduce_op_name(op);
+      }
+    }
+  }
+  const uint8_t one = 1, two = 2;  // another true than 1, out of a foreign library
+  const std::vector<const void*> odd = {&one, &two};
+  uint8_t out = 0;
+  tree_reduce(Reduction::whole(ReduceOp::kMin, DType::kBool, 2), odd.data(), 2, 1, &out);
+  EXPECT_EQ(out, 1);
+}
+
+class Halves : public ::testing::TestWithParam<DType> {
+ protected:
+  const HalfReference& reference = HalfReference::of(GetParam());
+
+  // Equal bits, or both NaN.
+  void expect_same(const std::vector<uint16_t>& got, const std::vector<uint16_t>& wanted,
+                   const std::string& what) {
+    ASSERT_EQ(got.size(), wanted.size());
+    for (size_t i = 0; i < got.size(); ++i)
+      ASSERT_TRUE(got[i] == wanted[i] || (reference.is_nan(got[i]) && reference.is_nan(wanted[i])))
+          << what << ", element " << i << ": " << std::hex << got[i] << ", wanted " << wanted[i];
+  }
+  std::vector<float> decoded(const std::vector<uint16_t>& bits) {
+    std::vector<float> values;
+    for (const uint16_t each : bits) values.push_back(static_cast<float>(reference.decode(each)));
+    return values;
+  }
+  std::vector<uint16_t> encoded(const std::vector<float>& values) {
+    std::vector<uint16_t> bits;
+    for (const float value : values) bits.push_back(reference.encode(static_cast<double>(value)));
+    return bits;
+  }
+  static std::vector<uint16_t> all_patterns() {
+    std::vector<uint16_t> bits(65536);
+    std::iota(bits.begin(), bits.end(), uint16_t{0});
+    return bits;
+  }
+};
+
+TEST_P(Halves, EveryPatternIsWidenedAndComesBack) {
+  const std::vector<uint16_t> bits = all_patterns();
+  const std::vector<float> wanted = decoded(bits);
+  std::vector<float> wide(bits.size());
+  widen(GetParam(), bits.data(), 65536, wide.data());
+  for (size_t i = 0; i < bits.size(); ++i)
+    ASSERT_TRUE(std::bit_cast<uint32_t>(wide[i]) == std::bit_cast<uint32_t>(wanted[i]) ||
+                (std::isnan(wide[i]) && std::isnan(wanted[i])))
+        << std::hex << bits[i];
+  std::vector<uint16_t> back(bits.size());
+  narrow(GetParam(), wide.data(), 65536, back.data());
+  expect_same(back, bits, "round trip");
+}
+
+// Halfway between neighbours, beside it, beyond the largest, below the smallest, and anywhere.
+TEST_P(Halves, RoundsToNearestTiesToEven) {
+  std::vector<float> values = {65504,         65519.996F, 65520,   3.3895314e38F,
+                               3.3961775e38F, 1e-45F,     -1e-45F, HUGE_VALF};
+  for (uint32_t bits = 0; bits < 0x8000; ++bits) {
+    const double here = reference.decode(static_cast<uint16_t>(bits));
+    const double next = reference.decode(static_cast<uint16_t>(bits + 1));
+    if (!std::isfinite(next)) break;
+    const auto middle = static_cast<float>((here + next) / 2);
+    for (const float value : {middle, std::nextafterf(middle, 0), std::nextafterf(middle, HUGE_VALF)})
+      values.insert(values.end(), {value, -value});
+  }
+  std::mt19937 random(9);
+  for (int i = 0; i < 200'000; ++i) values.push_back(std::bit_cast<float>(static_cast<uint32_t>(random())));
+  std::vector<uint16_t> got(values.size());
+  narrow(GetParam(), values.data(), static_cast<int64_t>(values.size()), got.data());
+  expect_same(got, encoded(values), "narrow");
+}
+
+// Random patterns: subnormal numbers, infinities, NaN, zeros of both signs and sums that overflow among them.
+TEST_P(Halves, AreReducedInFloat32AndRoundedOnce) {
+  std::mt19937_64 random(10);
+  for (const int n : kNumTerms) {
+    for (const int64_t count : {int64_t{1}, int64_t{513}, int64_t{1700}}) {
+      std::vector<std::vector<uint16_t>> terms(static_cast<size_t>(n),
+                                               std::vector<uint16_t>(static_cast<size_t>(count)));
+      std::vector<std::vector<float>> wide;
+      for (auto& term : terms) {
+        for (uint16_t& value : term) value = static_cast<uint16_t>(random());
+        wide.push_back(decoded(term));
+      }
+      for (const ReduceOp op : kAllOps) {
+        if (op == ReduceOp::kMax || op == ReduceOp::kMin) continue;
+        const std::vector<float> partial = reduce_plainly(op, wide);
+        std::vector<uint16_t> out(static_cast<size_t>(count));
+        const Reduction whole = Reduction::whole(op, GetParam(), n);
+        tree_reduce(whole, addresses(terms).data(), n, count, out.data());
+        expect_same(out, encoded(partial), concat(n, " terms, ", reduce_op_name(op)));
+        auto in_place = terms;
+        tree_reduce(whole, addresses(in_place).data(), n, count, in_place[0].data());
+        expect_same(in_place[0], out, "in place");
+      }
+    }
+  }
+}
+
+TEST_P(Halves, MaxAndMinAreExact) {
+  std::vector<uint16_t> a = all_patterns(), b = a, out(a.size());
+  std::shuffle(b.begin(), b.end(), std::mt19937(11));
+  const std::vector<const void*> terms = {a.data(), b.data()};
+  for (const ReduceOp op : {ReduceOp::kMax, ReduceOp::kMin}) {
+    tree_reduce(Reduction::whole(op, GetParam(), 2), terms.data(), 2, 65536, out.data());
+    std::vector<uint16_t> wanted;
+    for (size_t i = 0; i < a.size(); ++i) {
+      const double x = reference.decode(a[i]), y = reference.decode(b[i]);
+      const bool first = op == ReduceOp::kMax ? x > y : x < y;
+      wanted.push_back(std::isnan(x) || (first && !std::isnan(y)) ? a[i] : b[i]);
+    }
+    expect_same(out, wanted, reduce_op_name(op));
+  }
+}
+
+// Neighbours first, then what they gave, as over hosts: the bits of one call.
+TEST_P(Halves, LevelsOfPartialResultsGiveTheSameBits) {
+  std::mt19937_64 random(12);
+  constexpr int64_t kCount = 1700;
+  std::vector<std::vector<uint16_t>> terms(7, std::vector<uint16_t>(kCount));
+  for (auto& term : terms)
+    for (uint16_t& value : term) value = reference.encode(static_cast<double>(random() % 4000) / 7 - 100);
+  for (const ReduceOp op : kAllOps) {
+    const Reduction whole = Reduction::whole(op, GetParam(), 7);
+    std::vector<uint16_t> wanted(kCount), got(kCount);
+    tree_reduce(whole, addresses(terms).data(), 7, kCount, wanted.data());
+    std::vector<std::vector<float>> pairs(4, std::vector<float>(kCount)),
+        fours(2, std::vector<float>(kCount));
+    const auto sources = addresses(terms);
+    for (size_t i = 0; i < 4; ++i)
+      tree_reduce(whole.partial(GetParam()), &sources[2 * i], i == 3 ? 1 : 2, kCount, pairs[i].data());
+    const auto pair_sources = addresses(pairs);
+    for (size_t i = 0; i < 2; ++i)
+      tree_reduce(whole.partial(DType::kF32), &pair_sources[2 * i], 2, kCount, fours[i].data());
+    tree_reduce({op, DType::kF32, GetParam(), 7}, addresses(fours).data(), 2, kCount, got.data());
+    EXPECT_EQ(got, wanted) << reduce_op_name(op);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, Halves, ::testing::Values(DType::kBF16, DType::kF16),
+                         [](const auto& place) { return std::string(dtype_name(place.param)); });
 
 TEST(TreeReduceSpecial, MaxAndMinPassNanOn) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
@@ -115,23 +309,63 @@ TEST(TreeReduceSpecial, MaxAndMinPassNanOn) {
   const std::vector<const void*> terms = {a.data(), b.data(), c.data()};
   for (const ReduceOp op : {ReduceOp::kMax, ReduceOp::kMin}) {
     std::vector<float> out(3);
-    tree_reduce(DType::kF32, op, terms.data(), 3, 3, out.data());
+    tree_reduce(Reduction::whole(op, DType::kF32, 3), terms.data(), 3, 3, out.data());
     EXPECT_TRUE(std::isnan(out[0]) && std::isnan(out[1]));
     EXPECT_EQ(out[2], op == ReduceOp::kMax ? 3 : 1);
   }
+}
+
+TEST(TreeReduceSpecial, ZerosKeepTheirSigns) {
+  const std::vector<float> a = {-0.0F, 0.0F, -0.0F, -0.0F}, b = {-0.0F, -0.0F, 0.0F, -0.0F};
+  const std::vector<const void*> terms = {a.data(), b.data()};
+  std::vector<float> out(4);
+  const auto signs = [&](ReduceOp op) {
+    tree_reduce(Reduction::whole(op, DType::kF32, 2), terms.data(), 2, 4, out.data());
+    return std::vector<bool>{std::signbit(out[0]), std::signbit(out[1]), std::signbit(out[2])};
+  };
+  EXPECT_EQ(signs(ReduceOp::kSum), (std::vector<bool>{true, false, false}));
+  EXPECT_EQ(signs(ReduceOp::kMax), (std::vector<bool>{true, true, false}));  // the later term
+  EXPECT_EQ(signs(ReduceOp::kMin), (std::vector<bool>{true, true, false}));
+  EXPECT_EQ(signs(ReduceOp::kProduct), (std::vector<bool>{false, true, true}));
+}
+
+TEST(TreeReduceSpecial, SubnormalSumsAreNotFlushed) {
+  const float tiny = std::numeric_limits<float>::denorm_min();
+  const std::vector<const void*> terms = {&tiny, &tiny, &tiny};
+  float out = 0;
+  tree_reduce(Reduction::whole(ReduceOp::kSum, DType::kF32, 3), terms.data(), 3, 1, &out);
+  EXPECT_EQ(out, 3 * tiny);
+}
+
+TEST(TreeReduceSpecial, AnAverageDoesNotOverflowInSixteenBits) {
+  const uint16_t large = 0x7bff;  // 65504, the largest float16
+  const std::vector<const void*> terms = {&large, &large, &large, &large};
+  uint16_t out = 0;
+  tree_reduce(Reduction::whole(ReduceOp::kAverage, DType::kF16, 4), terms.data(), 4, 1, &out);
+  EXPECT_EQ(out, large);
+  tree_reduce(Reduction::whole(ReduceOp::kSum, DType::kF16, 4), terms.data(), 4, 1, &out);
+  EXPECT_EQ(out, 0x7c00);
 }
 
 TEST(TreeReduceSpecial, IntegerSumsWrap) {
   const int32_t a = std::numeric_limits<int32_t>::max(), b = 2;
   const std::vector<const void*> terms = {&a, &b};
   int32_t out = 0;
-  tree_reduce(DType::kI32, ReduceOp::kSum, terms.data(), 2, 1, &out);
+  tree_reduce(Reduction::whole(ReduceOp::kSum, DType::kI32, 2), terms.data(), 2, 1, &out);
   EXPECT_EQ(out, std::numeric_limits<int32_t>::min() + 1);
 }
 
-TEST(TreeReduceSpecial, RefusesOtherTypes) {
+TEST(TreeReduceSpecial, RefusesWhatHasNoMeaning) {
   const void* terms[] = {nullptr};
-  EXPECT_THROW(tree_reduce(DType::kBF16, ReduceOp::kSum, terms, 1, 0, nullptr), InvalidArgument);
+  const auto refused = [&](const Reduction& reduction) {
+    EXPECT_THROW(tree_reduce(reduction, terms, 1, 0, nullptr), InvalidArgument);
+  };
+  refused(Reduction::whole(ReduceOp::kAverage, DType::kI32, 1));
+  refused(Reduction::whole(ReduceOp::kAverage, DType::kBool, 1));
+  refused({ReduceOp::kAverage, DType::kF32, DType::kF32, 0});
+  refused({ReduceOp::kSum, DType::kF32, DType::kI32});
+  refused({ReduceOp::kSum, DType::kBF16, DType::kF16});
+  EXPECT_THROW(tree_reduce({}, terms, 0, 0, nullptr), InvalidArgument);
 }
 
 }  // namespace
