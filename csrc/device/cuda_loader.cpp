@@ -1,12 +1,10 @@
 #include "device/cuda_loader.h"
 
-#include <dlfcn.h>
-
 #include <cstdlib>
 #include <exception>
-#include <filesystem>
 
 #include "base/error.h"
+#include "device/backend_library.h"
 #include "device/cuda/cuda_table.h"
 
 namespace polyreme {
@@ -16,47 +14,25 @@ namespace {
 constexpr int kCudaErrorInsufficientDriver = 35;
 constexpr int kCudaErrorNoDevice = 100;
 
-constexpr const char* kLibraryName = "libpolyreme_cuda.so";
+constexpr BackendKind kCudaBackend{
+    .name = "CUDA",
+    .file_name = "libpolyreme_cuda.so",
+    .symbol = POLYREME_CUDA_TABLE_SYMBOL,
+    .version = POLYREME_CUDA_TABLE_VERSION,
+    .size_bytes = sizeof(PolyremeCudaTable),
+    .build_remedy = "to use GPUs, install the CUDA toolkit",
+};
 
 // "13.0" of 13000.
 std::string version_text(int version) { return concat(version / 1000, ".", version % 1000 / 10); }
 
-std::string dlerror_text() {
-  const char* text = dlerror();
-  return text == nullptr ? "unknown error" : text;
-}
-
 // The table of the library at probe.library, or null with the reason in probe.message.
 const PolyremeCudaTable* load_table(CudaProbe& probe) {
-  std::error_code ignored;
-  probe.built = std::filesystem::exists(probe.library, ignored);
-  if (!probe.built) {
-    probe.message = concat("the CUDA backend is not part of this build (no ", probe.library,
-                           "); to use GPUs, install the CUDA toolkit and build polyreme again");
-    return nullptr;
-  }
-  void* handle = dlopen(probe.library.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) {
-    probe.message = concat("the CUDA backend could not be loaded: ", dlerror_text(),
-                           "; install the library that is named, or add its folder to LD_LIBRARY_PATH");
-    return nullptr;
-  }
-  using TableFunction = const PolyremeCudaTable*();
-  auto* function = reinterpret_cast<TableFunction*>(dlsym(handle, POLYREME_CUDA_TABLE_SYMBOL));
-  if (function == nullptr) {
-    probe.message = concat(probe.library, " is not polyreme's CUDA backend: ", dlerror_text(),
-                           "; install polyreme again");
-    return nullptr;
-  }
-  const PolyremeCudaTable* table = function();
-  if (table->version != POLYREME_CUDA_TABLE_VERSION || table->size_bytes != sizeof(PolyremeCudaTable)) {
-    probe.message =
-        concat(probe.library, " is of another version of polyreme (table version ", table->version,
-               ", expected ", POLYREME_CUDA_TABLE_VERSION, "); install polyreme again");
-    return nullptr;
-  }
-  probe.loaded = true;
-  return table;
+  const BackendLibrary library = open_backend(kCudaBackend, probe.library);
+  probe.built = library.built;
+  probe.loaded = library.table != nullptr;
+  probe.message = library.message;
+  return static_cast<const PolyremeCudaTable*>(library.table);
 }
 
 // Why no GPU can be counted, with the remedy.
@@ -117,18 +93,7 @@ void inspect(const PolyremeCudaTable& table, CudaProbe& probe) {
 
 }  // namespace
 
-std::string cuda_library_path() {
-  // Any object of this file tells which shared object (or program) the code is in.
-  static const char anchor = 0;
-  Dl_info info{};
-  if (dladdr(&anchor, &info) == 0 || info.dli_fname == nullptr) return kLibraryName;
-  // A program's own name may be relative to a folder that is no longer the current one.
-  std::error_code failed;
-  std::filesystem::path object = info.dli_fname;
-  const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe", failed);
-  if (!failed && program.filename() == object.filename()) object = program;
-  return (object.parent_path() / kLibraryName).string();
-}
+std::string cuda_library_path() { return backend_path(kCudaBackend); }
 
 CudaProbe probe_cuda() noexcept { return probe_cuda(cuda_library_path()); }
 
@@ -141,6 +106,18 @@ CudaProbe probe_cuda(const std::string& path) noexcept {
     probe.message = error.what();
   }
   return probe;
+}
+
+const PolyremeCudaTable& load_cuda() {
+  CudaProbe probe{.library = cuda_library_path()};
+  const PolyremeCudaTable* table = load_table(probe);
+  require<NotAvailable>(table != nullptr, probe.message);
+  table->runtime_version(&probe.runtime_version);
+  table->driver_version(&probe.driver_version);
+  int32_t count = 0;
+  const PolyremeCudaStatus status = table->device_count(&count);
+  require<NotAvailable>(status.code == 0, explain(status, probe));
+  return *table;
 }
 
 }  // namespace polyreme

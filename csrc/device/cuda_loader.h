@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+struct PolyremeCudaTable;
+
 namespace polyreme {
 
 // One GPU that the CUDA backend sees.
@@ -38,5 +40,8 @@ std::string cuda_library_path();
 CudaProbe probe_cuda() noexcept;
 // The same with the library at `path`.
 CudaProbe probe_cuda(const std::string& path) noexcept;
+
+// The calls of the CUDA backend. Throws NotAvailable, with the remedy, where it cannot be loaded or shows no GPU.
+const PolyremeCudaTable& load_cuda();
 
 }  // namespace polyreme

@@ -8,6 +8,8 @@
 #include <cstring>
 
 #include "device/cuda/cuda_table.h"
+#include "kernels/launch.h"
+#include "kernels/tree_reduce.cuh"
 
 namespace {
 
@@ -41,6 +43,10 @@ PolyremeCudaStatus device_info(int32_t index, PolyremeCudaGpu* gpu) {
   *gpu = {};
   static_assert(sizeof gpu->name == sizeof properties.name);
   std::memcpy(gpu->name, properties.name, sizeof gpu->name);
+  const auto* id = reinterpret_cast<const unsigned char*>(properties.uuid.bytes);
+  std::snprintf(gpu->uuid, sizeof gpu->uuid,
+                "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", id[0], id[1], id[2], id[3],
+                id[4], id[5], id[6], id[7], id[8], id[9], id[10], id[11], id[12], id[13], id[14], id[15]);
   gpu->compute_major = properties.major;
   gpu->compute_minor = properties.minor;
   gpu->multiprocessors = properties.multiProcessorCount;
@@ -54,7 +60,8 @@ __global__ void self_test_kernel(uint32_t* out) { out[threadIdx.x] = expected_wo
 
 // `words` gets what the kernel wrote.
 cudaError_t run_self_test(uint32_t* device_words, uint32_t* words) {
-  self_test_kernel<<<1, kSelfTestThreads>>>(device_words);
+  void (*kernel)(uint32_t*) = &self_test_kernel;
+  POLYREME_LAUNCH(kernel, 1, kSelfTestThreads, nullptr, device_words);
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   return cudaMemcpy(words, device_words, kSelfTestThreads * sizeof *words, cudaMemcpyDeviceToHost);
@@ -82,6 +89,53 @@ PolyremeCudaStatus self_test(int32_t index) {
   return status_of(cudaSuccess);
 }
 
+cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
+cudaEvent_t as_event(void* event) { return static_cast<cudaEvent_t>(event); }
+
+PolyremeCudaStatus get_device(int32_t* index) { return status_of(cudaGetDevice(index)); }
+PolyremeCudaStatus set_device(int32_t index) { return status_of(cudaSetDevice(index)); }
+PolyremeCudaStatus allocate(uint64_t size_bytes, void** address) {
+  const cudaError_t error = cudaMalloc(address, size_bytes);
+  if (error != cudaSuccess) cudaGetLastError();  // not sticky: the next launch must not report it
+  return status_of(error);
+}
+PolyremeCudaStatus release(void* address) { return status_of(cudaFree(address)); }
+PolyremeCudaStatus allocate_pinned(uint64_t size_bytes, void** address) {
+  const cudaError_t error = cudaMallocHost(address, size_bytes);
+  if (error != cudaSuccess) cudaGetLastError();
+  return status_of(error);
+}
+PolyremeCudaStatus release_pinned(void* address) { return status_of(cudaFreeHost(address)); }
+PolyremeCudaStatus create_stream(void** stream) {
+  return status_of(cudaStreamCreateWithFlags(reinterpret_cast<cudaStream_t*>(stream), cudaStreamNonBlocking));
+}
+PolyremeCudaStatus destroy_stream(void* stream) { return status_of(cudaStreamDestroy(as_stream(stream))); }
+PolyremeCudaStatus synchronize_stream(void* stream) { return status_of(cudaStreamSynchronize(as_stream(stream))); }
+PolyremeCudaStatus create_event(void** event) {
+  return status_of(cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event), cudaEventDisableTiming));
+}
+PolyremeCudaStatus destroy_event(void* event) { return status_of(cudaEventDestroy(as_event(event))); }
+PolyremeCudaStatus record_event(void* event, void* stream) {
+  return status_of(cudaEventRecord(as_event(event), as_stream(stream)));
+}
+PolyremeCudaStatus wait_event(void* stream, void* event) {
+  return status_of(cudaStreamWaitEvent(as_stream(stream), as_event(event), 0));
+}
+PolyremeCudaStatus query_event(void* event, int32_t* reached) {
+  const cudaError_t error = cudaEventQuery(as_event(event));
+  *reached = error == cudaSuccess;
+  if (error != cudaErrorNotReady) return status_of(error);
+  cudaGetLastError();  // "not ready" is no error that a later launch may report
+  return status_of(cudaSuccess);
+}
+PolyremeCudaStatus synchronize_event(void* event) { return status_of(cudaEventSynchronize(as_event(event))); }
+PolyremeCudaStatus copy(void* to, const void* from, uint64_t size_bytes, void* stream) {
+  return status_of(cudaMemcpyAsync(to, from, size_bytes, cudaMemcpyDefault, as_stream(stream)));
+}
+PolyremeCudaStatus tree_reduce(const PolyremeTreeReduce* reduction, void* stream) {
+  return status_of(polyreme::kernels::launch_tree_reduce(*reduction, as_stream(stream)));
+}
+
 constexpr PolyremeCudaTable kTable = {
     POLYREME_CUDA_TABLE_VERSION,
     sizeof(PolyremeCudaTable),
@@ -90,10 +144,25 @@ constexpr PolyremeCudaTable kTable = {
     device_count,
     device_info,
     self_test,
+    get_device,
+    set_device,
+    allocate,
+    release,
+    allocate_pinned,
+    release_pinned,
+    create_stream,
+    destroy_stream,
+    synchronize_stream,
+    create_event,
+    destroy_event,
+    record_event,
+    wait_event,
+    query_event,
+    synchronize_event,
+    copy,
+    tree_reduce,
 };
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) const PolyremeCudaTable* polyreme_cuda_table() {
-  return &kTable;
-}
+extern "C" __attribute__((visibility("default"))) const PolyremeCudaTable* polyreme_cuda_table() { return &kTable; }

@@ -9,7 +9,7 @@ extern "C" {
 #endif
 
 // Raised whenever the table or a struct below changes. The loader refuses any other number.
-#define POLYREME_CUDA_TABLE_VERSION 1
+#define POLYREME_CUDA_TABLE_VERSION 2
 #define POLYREME_CUDA_TABLE_SYMBOL "polyreme_cuda_table"
 
 // Outcome of a call: CUDA's error number (0 = success), with its name and text for people.
@@ -21,6 +21,7 @@ struct PolyremeCudaStatus {
 // What is known of one GPU without making a context on it.
 struct PolyremeCudaGpu {
   char name[256];
+  char uuid[48];  // "GPU-...", as nvidia-smi prints it
   int32_t compute_major;
   int32_t compute_minor;
   int32_t multiprocessors;
@@ -28,7 +29,21 @@ struct PolyremeCudaGpu {
   uint64_t total_memory_bytes;
 };
 
-// Versions are CUDA's: 1000 * major + 10 * minor.
+// A reduction by the tree of comm/tree.h: kernels/tree_reduce.cuh says what it does. Term t is at
+// terms + t * stride_bytes, but for the term `own`, which is at own_term.
+struct PolyremeTreeReduce {
+  int32_t dtype;   // base/dtype.h
+  int32_t reduce;  // ReduceOp of comm/communicator.h
+  int32_t num_terms;
+  int32_t own;
+  const void* terms;
+  const void* own_term;
+  uint64_t stride_bytes;
+  int64_t count;
+  void* out;
+};
+
+// Versions are CUDA's: 1000 * major + 10 * minor. Streams and events are CUDA's handles.
 struct PolyremeCudaTable {
   uint32_t version;
   uint32_t size_bytes;
@@ -41,6 +56,28 @@ struct PolyremeCudaTable {
   // Runs a small kernel on the GPU and checks what it wrote: finds a library without code for this
   // GPU, a broken driver and a GPU that another process holds exclusively.
   struct PolyremeCudaStatus (*self_test)(int32_t index);
+
+  // The calling thread's current device, to which the calls below apply.
+  struct PolyremeCudaStatus (*get_device)(int32_t* index);
+  struct PolyremeCudaStatus (*set_device)(int32_t index);
+  struct PolyremeCudaStatus (*allocate)(uint64_t size_bytes, void** address);
+  struct PolyremeCudaStatus (*release)(void* address);
+  // Host memory that copies reach without staging.
+  struct PolyremeCudaStatus (*allocate_pinned)(uint64_t size_bytes, void** address);
+  struct PolyremeCudaStatus (*release_pinned)(void* address);
+  struct PolyremeCudaStatus (*create_stream)(void** stream);  // does not order with the default stream
+  struct PolyremeCudaStatus (*destroy_stream)(void* stream);
+  struct PolyremeCudaStatus (*synchronize_stream)(void* stream);
+  struct PolyremeCudaStatus (*create_event)(void** event);
+  struct PolyremeCudaStatus (*destroy_event)(void* event);
+  struct PolyremeCudaStatus (*record_event)(void* event, void* stream);
+  struct PolyremeCudaStatus (*wait_event)(void* stream, void* event);
+  // `reached`: whether the recorded point was reached; true for an event that was never recorded.
+  struct PolyremeCudaStatus (*query_event)(void* event, int32_t* reached);
+  struct PolyremeCudaStatus (*synchronize_event)(void* event);
+  // Between any two of host and device; to and from the host asynchronous only with pinned memory.
+  struct PolyremeCudaStatus (*copy)(void* to, const void* from, uint64_t size_bytes, void* stream);
+  struct PolyremeCudaStatus (*tree_reduce)(const struct PolyremeTreeReduce* reduction, void* stream);
 };
 
 #ifdef __cplusplus
