@@ -6,18 +6,11 @@ import logging
 import os
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from . import _core
 from .checks import MAX_THREADS, check_int, check_timeout
 from .environment import RankEnvironment, read_rank_environment
 from .errors import NotAvailable
-
-if TYPE_CHECKING:
-    from .mesh import Mesh
 
 __all__ = ["Lanes", "World", "init"]
 

@@ -83,7 +83,7 @@ void StoreServer::serve_round(std::vector<pollfd>& polled, std::vector<Connectio
   if (polled[1].revents != 0) accept_all();
   const Deadline now = Clock::now();
   std::erase_if(connections_, [&](const Connection& connection) {
-    const bool stranger = connection.stage != Stage::kAdmitted;
+    const bool stranger = !connection.admitted();
     const bool gone = connection.doomed || (stranger && now >= connection.greeting_deadline);
     if (gone && stranger) --num_strangers_;
     if (gone && !stranger) num_admitted_.fetch_sub(1);
@@ -110,57 +110,34 @@ void StoreServer::accept_all() {
 }
 
 void StoreServer::receive(Connection& connection) {
-  const size_t before = connection.input.size();
+  const bool stranger = !connection.admitted();
+  std::string& input = connection.input;
+  const size_t before = input.size();
   // A stranger gets no more room than its greeting takes.
-  const size_t most = connection.stage == Stage::kHello   ? store_wire::kHelloBytes - before
-                      : connection.stage == Stage::kProof ? store_wire::kProofBytes - before
-                                                          : kReceiveBytes;
-  connection.input.resize(before + most);
-  const ssize_t received = recv(connection.socket.get(), connection.input.data() + before, most, 0);
+  const size_t most = stranger ? connection.handshake.wanted() : kReceiveBytes;
+  input.resize(before + most);
+  const ssize_t received = recv(connection.socket.get(), input.data() + before, most, 0);
   const int error = errno;
-  connection.input.resize(before + static_cast<size_t>(std::max<ssize_t>(received, 0)));
+  input.resize(before + static_cast<size_t>(std::max<ssize_t>(received, 0)));
   if (received > 0) {
-    if (connection.stage == Stage::kAdmitted) {
-      take_requests(connection);
-    } else {
-      greet(connection);
-    }
+    if (stranger) return greet(connection, std::exchange(input, {}));
+    take_requests(connection);
   } else if (received == 0 || (error != EAGAIN && error != EWOULDBLOCK && error != EINTR)) {
     connection.doomed = true;
   }
 }
 
-void StoreServer::greet(Connection& connection) {
-  std::string& input = connection.input;
-  if (connection.stage == Stage::kHello) {
-    if (!store_wire::may_be_hello(input)) return drop_malformed(connection);
-    if (input.size() < store_wire::kHelloBytes) return;
-    const store_wire::Hello hello = store_wire::decode_hello(input);
-    input.clear();
-    connection.client_nonce = hello.nonce;
-    connection.own_nonce = store_wire::make_nonce();
-    connection.output = store_wire::encode_hello(connection.own_nonce);
-    connection.stage = Stage::kProof;
-    flush(connection);
-    if (hello.version != store_wire::kVersion) drop_malformed(connection);  // its sender can tell by ours
-    return;
+void StoreServer::greet(Connection& connection, std::string_view bytes) {
+  connection.output += connection.handshake.take(bytes, secret_, "");
+  if (connection.admitted()) {
+    --num_strangers_;
+    num_admitted_.fetch_add(1);
   }
-  if (input.size() < store_wire::kProofBytes) return;
-  Digest shown;
-  std::copy(input.begin(), input.end(), shown.begin());
-  input.clear();
-  const Digest expected = store_wire::proof(secret_, "client", connection.client_nonce, connection.own_nonce);
-  if (!equal_in_constant_time(shown, expected)) {
-    num_refused_.fetch_add(1, std::memory_order_relaxed);
-    connection.doomed = true;
-    return;
-  }
-  const Digest own = store_wire::proof(secret_, "server", connection.client_nonce, connection.own_nonce);
-  connection.output.append(own.begin(), own.end());
-  connection.stage = Stage::kAdmitted;
-  --num_strangers_;
-  num_admitted_.fetch_add(1);
   flush(connection);
+  if (connection.handshake.stage() == ServerHandshake::Stage::kMalformed) drop_malformed(connection);
+  if (connection.handshake.stage() != ServerHandshake::Stage::kRefused) return;
+  num_refused_.fetch_add(1, std::memory_order_relaxed);
+  connection.doomed = true;
 }
 
 void StoreServer::take_requests(Connection& connection) {

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/tcp_store/socket.h"
+#include "comm/net/socket.h"
 #include "comm/tcp_store/wire.h"
 
 namespace polyreme {
@@ -30,24 +30,24 @@ class StoreServer {
   int64_t num_malformed() const { return num_malformed_.load(std::memory_order_relaxed); }
 
  private:
-  enum class Stage { kHello, kProof, kAdmitted };
   struct Connection {
     FileDescriptor socket;
-    Stage stage = Stage::kHello;
+    ServerHandshake handshake{store_wire::kProtocol};
     Deadline greeting_deadline;
-    std::string client_nonce, own_nonce;
     std::string input, output;
     bool waits = false;  // a kGet for `wanted` is open
     uint32_t wanted_id = 0;
     std::string wanted;
     bool doomed = false;  // closed at the end of the round
+
+    bool admitted() const { return handshake.stage() == ServerHandshake::Stage::kAdmitted; }
   };
 
   void serve();
   void serve_round(std::vector<pollfd>& polled, std::vector<Connection*>& owners);
   void accept_all();
   void receive(Connection& connection);
-  void greet(Connection& connection);
+  void greet(Connection& connection, std::string_view bytes);
   void take_requests(Connection& connection);
   void answer(Connection& connection, const store_wire::Request& request);
   void reply(Connection& connection, store_wire::Status status, uint32_t id, const std::string& value);

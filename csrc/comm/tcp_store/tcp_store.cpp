@@ -4,8 +4,8 @@
 #include <mutex>
 
 #include "base/error.h"
+#include "comm/net/handshake.h"
 #include "comm/tcp_store/server.h"
-#include "comm/tcp_store/socket.h"
 #include "comm/tcp_store/wire.h"
 
 namespace polyreme {
@@ -27,11 +27,16 @@ class Client final : public TcpStore {
   Client(const TcpStoreOptions& options, int port, std::unique_ptr<StoreServer> server)
       : timeout_(options.timeout),
         port_(port),
-        where_(concat(options.host, ":", port)),
+        where_(endpoint_text(options.host, port)),
         server_(std::move(server)) {
     const Deadline deadline = Clock::now() + options.timeout;
-    socket_ = dial(options.host, port, options.timeout);
-    greet(options, deadline);
+    socket_ = dial(options.host, port,
+                   {.limit = options.timeout,
+                    .what = "no store",
+                    .remedy = "; did rank 0 start, and can this host reach it?"});
+    // `deadline` is of the start-up; a foreign program is recognised earlier.
+    greet(socket_, store_wire::kProtocol, options.secret, "", "", where_,
+          std::min(deadline, Clock::now() + options.greeting_limit));
   }
   ~Client() override {
     socket_ = FileDescriptor();
@@ -61,7 +66,6 @@ class Client final : public TcpStore {
   int64_t num_malformed() const override { return server_ ? server_->num_malformed() : 0; }
 
  private:
-  void greet(const TcpStoreOptions& options, Deadline deadline);
   Reply call(Operation operation, const std::string& key, const std::string& value);
   void send(const Request& request, Deadline deadline);
   std::optional<Reply> receive_reply(uint32_t id, Deadline deadline);
@@ -79,44 +83,6 @@ class Client final : public TcpStore {
   uint32_t last_id_ = 0;
   std::string input_;
 };
-
-// `deadline` is of the start-up; a foreign program is recognised earlier.
-void Client::greet(const TcpStoreOptions& options, Deadline deadline) {
-  deadline = std::min(deadline, Clock::now() + options.greeting_limit);
-  const std::string nonce = store_wire::make_nonce();
-  const std::string foreign = concat("the program that listens at ", where_, " is not our store: ");
-  require<CommError>(send_all(socket_, store_wire::encode_hello(nonce), deadline) == IoResult::kDone, foreign,
-                     "it closed the connection");
-  std::string hello_bytes;
-  while (hello_bytes.size() < store_wire::kHelloBytes) {
-    const IoResult outcome =
-        receive_some(socket_, hello_bytes, store_wire::kHelloBytes - hello_bytes.size(), deadline);
-    require<CommError>(outcome != IoResult::kTimeout, foreign,
-                       "it accepted the connection and stays silent; ", "choose another MASTER_PORT");
-    require<CommError>(outcome != IoResult::kClosed, foreign, "it closed the connection without a greeting");
-    require<CommError>(store_wire::may_be_hello(hello_bytes), foreign,
-                       "it speaks another protocol; choose another MASTER_PORT");
-  }
-  const store_wire::Hello hello = store_wire::decode_hello(hello_bytes);
-  require<CommError>(hello.version == store_wire::kVersion, "the store at ", where_, " speaks version ",
-                     hello.version, " of the protocol, this process version ", store_wire::kVersion,
-                     "; install the same polyreme on all ranks");
-
-  const Digest own = store_wire::proof(options.secret, "client", nonce, hello.nonce);
-  send_all(socket_, {reinterpret_cast<const char*>(own.data()), own.size()}, deadline);
-  std::string shown;
-  while (shown.size() < store_wire::kProofBytes) {
-    const IoResult outcome = receive_some(socket_, shown, store_wire::kProofBytes - shown.size(), deadline);
-    require<CommError>(outcome == IoResult::kDone, "the store at ", where_,
-                       " refused this process: its job secret ",
-                       "differs (POLYREME_SECRET); is another job using the port?");
-  }
-  Digest digest;
-  std::copy(shown.begin(), shown.end(), digest.begin());
-  const Digest expected = store_wire::proof(options.secret, "server", nonce, hello.nonce);
-  require<CommError>(equal_in_constant_time(digest, expected), foreign,
-                     "it does not know the secret of this job");
-}
 
 void Client::lose(const char* how) {
   lost_ = true;
@@ -193,7 +159,10 @@ std::string Client::get(const std::string& key, std::chrono::milliseconds limit)
 
 std::unique_ptr<TcpStore> TcpStore::serve(const TcpStoreOptions& options) {
   FileDescriptor listener =
-      options.listen_fd >= 0 ? adopt_listener(options.listen_fd) : listen_on(options.host, options.port);
+      options.listen_fd >= 0
+          ? adopt_listener(options.listen_fd)
+          : listen_on(options.host, options.port, "rank 0 cannot open the store",
+                      "; choose another MASTER_PORT, and for MASTER_ADDR an address of this host");
   const int port = port_of(listener);
   return std::make_unique<Client>(options, port,
                                   std::make_unique<StoreServer>(std::move(listener), options.secret));

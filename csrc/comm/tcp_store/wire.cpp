@@ -1,55 +1,10 @@
 #include "comm/tcp_store/wire.h"
 
-#include <sys/random.h>
-
-#include <algorithm>
-#include <cerrno>
 #include <charconv>
-#include <cstring>
 
-#include "base/error.h"
+#include "comm/net/bytes.h"
 
 namespace polyreme::store_wire {
-namespace {
-
-void append_u32(std::string& to, uint32_t value) {
-  for (int shift = 0; shift < 32; shift += 8) to.push_back(static_cast<char>(value >> shift & 0xff));
-}
-
-uint32_t load_u32(std::string_view from) {
-  uint32_t value = 0;
-  for (size_t i = 0; i < 4; ++i) value |= uint32_t{static_cast<uint8_t>(from[i])} << (8 * i);
-  return value;
-}
-
-}  // namespace
-
-std::string make_nonce() {
-  std::string nonce(kNonceBytes, '\0');
-  require<CommError>(getrandom(nonce.data(), nonce.size(), 0) == static_cast<ssize_t>(nonce.size()),
-                     "getrandom: ", std::strerror(errno));
-  return nonce;
-}
-
-std::string encode_hello(const std::string& nonce) {
-  std::string bytes(kMagic, kMagicBytes);
-  append_u32(bytes, kVersion);
-  return bytes + nonce;
-}
-
-bool may_be_hello(std::string_view bytes) {
-  const size_t known = std::min(bytes.size(), kMagicBytes);
-  return bytes.substr(0, known) == std::string_view(kMagic, known);
-}
-
-Hello decode_hello(std::string_view bytes) {
-  return {load_u32(bytes.substr(kMagicBytes)), std::string(bytes.substr(kMagicBytes + 4, kNonceBytes))};
-}
-
-Digest proof(const std::string& secret, const char* side, const std::string& client_nonce,
-             const std::string& store_nonce) {
-  return hmac_sha256(secret, side + client_nonce + store_nonce);
-}
 
 std::string encode(const Request& request) {
   std::string bytes;

@@ -5,14 +5,11 @@
 #include <string>
 #include <string_view>
 
-#include "comm/tcp_store/sha256.h"
+#include "comm/net/handshake.h"
 
-// What goes over the wire between a store and its clients. Integers are little-endian.
+// What goes over the wire between a store and its clients, after the handshake (net/handshake.h)
+// without claim and context. Integers are little-endian.
 //
-//   client: Hello         magic, version, nonce
-//   store:  Hello         magic, version, nonce
-//   client: proof         HMAC(secret, "client" nonce_client nonce_store)
-//   store:  proof         HMAC(secret, "server" nonce_client nonce_store), or it closes
 //   client: requests      u32 bytes | u8 operation | u32 id | u32 key bytes | key | value
 //   store:  replies       u32 bytes | u8 status | u32 id | value
 //
@@ -21,12 +18,7 @@
 
 namespace polyreme::store_wire {
 
-inline constexpr uint32_t kVersion = 1;
-inline constexpr size_t kMagicBytes = 8;
-inline constexpr char kMagic[kMagicBytes + 1] = "PLYSTORE";
-inline constexpr size_t kNonceBytes = 16;
-inline constexpr size_t kHelloBytes = kMagicBytes + 4 + kNonceBytes;
-inline constexpr size_t kProofBytes = 32;
+inline constexpr Protocol kProtocol{"PLYSTORE", 1, 0, "store", "choose another MASTER_PORT"};
 
 inline constexpr size_t kMaxKeyBytes = size_t{1} << 10;
 inline constexpr size_t kMaxValueBytes = size_t{1} << 20;
@@ -48,19 +40,6 @@ struct Reply {
   uint32_t id;
   std::string value;
 };
-
-std::string make_nonce();
-std::string encode_hello(const std::string& nonce);
-struct Hello {
-  uint32_t version;
-  std::string nonce;
-};
-// Nothing unless `bytes`, at most kHelloBytes of them, start with the magic as far as they go; for
-// kHelloBytes bytes, the rest as well.
-bool may_be_hello(std::string_view bytes);
-Hello decode_hello(std::string_view bytes);
-Digest proof(const std::string& secret, const char* side, const std::string& client_nonce,
-             const std::string& store_nonce);
 
 std::string encode(const Request& request);
 std::string encode(const Reply& reply);

@@ -93,7 +93,7 @@ class CudaDeviceImpl final : public CudaDevice {
   DeviceKind kind() const override { return DeviceKind::kCuda; }
   std::string description() const override { return description_; }
   std::shared_ptr<Buffer> allocate(size_t size_bytes, const char* label) override;
-  std::unique_ptr<Stream> create_stream(const char* name) override;
+  std::unique_ptr<Stream> create_stream(const char* name, StreamKind kind) override;
   std::unique_ptr<Event> create_event() override { return std::make_unique<CudaEventImpl>(table_, index_); }
   MemoryStats memory() const override { return allocator_->stats(); }
   void reset_peak_memory() override { allocator_->reset_peak(); }
@@ -132,6 +132,11 @@ class CudaStreamImpl final : public CudaStream {
   void wait(Event& event) override {
     check(table_.wait_event(handle_, event_handle(event)), device_.index(), "cudaStreamWaitEvent");
   }
+  bool is_idle() override {
+    CudaEventImpl end(table_, device_.index());
+    record(end);
+    return end.is_reached();
+  }
   void synchronize() override {
     check(table_.synchronize_stream(handle_), device_.index(), "cudaStreamSynchronize");
     device_.in_flight().sweep(handle_);
@@ -168,7 +173,7 @@ std::shared_ptr<Buffer> CudaDeviceImpl::allocate(size_t size_bytes, const char* 
   return allocator_->allocate(size_bytes, label);
 }
 
-std::unique_ptr<Stream> CudaDeviceImpl::create_stream(const char*) {
+std::unique_ptr<Stream> CudaDeviceImpl::create_stream(const char*, StreamKind) {
   return std::make_unique<CudaStreamImpl>(*this);
 }
 

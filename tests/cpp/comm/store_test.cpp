@@ -7,10 +7,9 @@
 #include <random>
 
 #include "base/error.h"
+#include "comm/net/handshake.h"
 #include "comm/rank_threads.h"
 #include "comm/tcp_store.h"
-#include "comm/tcp_store/sha256.h"
-#include "comm/tcp_store/socket.h"
 #include "comm/tcp_store/wire.h"
 
 namespace polyreme {
@@ -197,7 +196,8 @@ TEST(TcpStore, AStoreWithoutTheSecretIsNotOurs) {
     while ((fd = accept(listener.get(), nullptr, nullptr)) < 0) std::this_thread::yield();
     const FileDescriptor connection(fd);
     const auto deadline = std::chrono::steady_clock::now() + seconds(5);
-    send_all(connection, store_wire::encode_hello(std::string(16, 'n')) + std::string(32, 'p'), deadline);
+    send_all(connection, encode_hello(store_wire::kProtocol, std::string(16, 'n')) + std::string(32, 'p'),
+             deadline);
     std::string ignored;
     receive_some(connection, ignored, 100, deadline);
     std::this_thread::sleep_for(milliseconds(100));
@@ -224,18 +224,16 @@ TEST(TcpStore, AdoptsASocket) {
 
 // A socket that has shown the secret, to send whatever it likes.
 FileDescriptor admitted_socket(int port) {
-  FileDescriptor socket = dial("127.0.0.1", port, seconds(5));
+  FileDescriptor socket = dial("127.0.0.1", port, {.limit = seconds(5)});
   const auto deadline = std::chrono::steady_clock::now() + seconds(5);
-  const std::string nonce = store_wire::make_nonce();
-  send_all(socket, store_wire::encode_hello(nonce), deadline);
+  const std::string nonce = make_nonce();
+  send_all(socket, encode_hello(store_wire::kProtocol, nonce), deadline);
   std::string hello;
-  while (hello.size() < store_wire::kHelloBytes)
-    receive_some(socket, hello, store_wire::kHelloBytes - hello.size(), deadline);
-  const Digest own = store_wire::proof("hunter2", "client", nonce, store_wire::decode_hello(hello).nonce);
+  while (hello.size() < kHelloBytes) receive_some(socket, hello, kHelloBytes - hello.size(), deadline);
+  const Digest own = proof("hunter2", "client", nonce, decode_hello(hello).nonce, "");
   send_all(socket, {reinterpret_cast<const char*>(own.data()), own.size()}, deadline);
   std::string shown;
-  while (shown.size() < store_wire::kProofBytes)
-    receive_some(socket, shown, store_wire::kProofBytes - shown.size(), deadline);
+  while (shown.size() < kProofBytes) receive_some(socket, shown, kProofBytes - shown.size(), deadline);
   return socket;
 }
 
@@ -279,7 +277,7 @@ TEST(TcpStore, SurvivesNoise) {
   for (int i = 0; i < 600; ++i) {
     const bool admitted = i % 2 == 0;
     const FileDescriptor socket =
-        admitted ? admitted_socket(server->port()) : dial("127.0.0.1", server->port(), seconds(5));
+        admitted ? admitted_socket(server->port()) : dial("127.0.0.1", server->port(), {.limit = seconds(5)});
     std::string noise(random() % 200, '\0');
     for (char& c : noise) c = static_cast<char>(random());
     if (admitted && noise.size() > 4) noise[1] = noise[2] = noise[3] = 0;  // a plausible length
@@ -293,7 +291,7 @@ TEST(TcpStore, SurvivesNoise) {
 TEST(TcpStore, SilentStrangersDoNotBlockTheJob) {
   const auto server = TcpStore::serve(at_port(0));
   std::vector<FileDescriptor> strangers;
-  for (int i = 0; i < 100; ++i) strangers.push_back(dial("127.0.0.1", server->port(), seconds(5)));
+  for (int i = 0; i < 100; ++i) strangers.push_back(dial("127.0.0.1", server->port(), {.limit = seconds(5)}));
   TcpStore::connect(at_port(server->port()))->set("a", "b");
   EXPECT_EQ(server->get("a", seconds(5)), "b");
 }

@@ -1,4 +1,4 @@
-#include "comm/tcp_store/sha256.h"
+#include "comm/net/sha256.h"
 
 #include <bit>
 #include <cstddef>

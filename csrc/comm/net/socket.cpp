@@ -1,4 +1,4 @@
-#include "comm/tcp_store/socket.h"
+#include "comm/net/socket.h"
 
 #include <fcntl.h>
 #include <netdb.h>
@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -33,7 +34,7 @@ AddressList resolve(const std::string& host, int port, int flags) {
   addrinfo* found = nullptr;
   const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
   require<CommError>(error == 0, "cannot resolve host '", host, "': ", gai_strerror(error),
-                     "; check MASTER_ADDR and the name service");
+                     "; check the address (MASTER_ADDR) and the name service");
   return {found, freeaddrinfo};
 }
 
@@ -43,8 +44,7 @@ std::string address_text(const addrinfo& address) {
   if (getnameinfo(address.ai_addr, address.ai_addrlen, host.data(), host.size(), port.data(), port.size(),
                   NI_NUMERICHOST | NI_NUMERICSERV) != 0)
     return "unknown address";
-  const bool is_v6 = address.ai_family == AF_INET6;
-  return concat(is_v6 ? "[" : "", host.data(), is_v6 ? "]" : "", ":", port.data());
+  return endpoint_text(host.data(), std::atoi(port.data()));
 }
 
 FileDescriptor open_socket(const addrinfo& address) {
@@ -91,7 +91,12 @@ FileDescriptor::~FileDescriptor() {
   if (fd_ >= 0) close(fd_);
 }
 
-FileDescriptor listen_on(const std::string& host, int port) {
+std::string endpoint_text(const std::string& address, int port) {
+  const bool is_v6 = address.find(':') != std::string::npos;
+  return concat(is_v6 ? "[" : "", address, is_v6 ? "]:" : ":", port);
+}
+
+FileDescriptor listen_on(const std::string& host, int port, const char* what, const char* remedy) {
   const AddressList addresses = resolve(host, port, AI_PASSIVE);
   std::string problems;
   for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
@@ -104,8 +109,7 @@ FileDescriptor listen_on(const std::string& host, int port) {
       return fd;
     problems += concat(problems.empty() ? "" : "; ", address_text(*address), ": ", std::strerror(errno));
   }
-  throw CommError(concat("rank 0 cannot open the store at ", host, ":", port, " (", problems,
-                         "); choose another MASTER_PORT, and for MASTER_ADDR an address of this host"));
+  throw CommError(concat(what, " at ", host, ":", port, " (", problems, ")", remedy));
 }
 
 FileDescriptor adopt_listener(int fd) {
@@ -130,16 +134,23 @@ int port_of(const FileDescriptor& socket) {
   return 0;
 }
 
-void set_connection_options(const FileDescriptor& socket) {
-  const int on = 1;
-  const unsigned silent_ms = 10'000;
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-  setsockopt(socket.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &silent_ms, sizeof(silent_ms));
+void set_connection_options(const FileDescriptor& socket, std::chrono::milliseconds silent_limit) {
+  const auto set = [&](int level, int option, int value) {
+    setsockopt(socket.get(), level, option, &value, sizeof(value));
+  };
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  // For data that are not acknowledged, and for probes while there are none; somewhat early, since the
+  // error comes with the next probe only.
+  const auto silent_ms = static_cast<int>(std::min<int64_t>(silent_limit.count(), INT32_MAX));
+  const int probe_s = std::max(1, silent_ms / 3000);
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, silent_ms - silent_ms / 20);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, probe_s);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, probe_s);
+  set(SOL_SOCKET, SO_KEEPALIVE, silent_ms > 0 ? 1 : 0);
 }
 
-FileDescriptor dial(const std::string& host, int port, std::chrono::milliseconds limit) {
-  const Deadline deadline = Clock::now() + limit;
+FileDescriptor dial(const std::string& host, int port, const DialOptions& options) {
+  const Deadline deadline = Clock::now() + options.limit;
   const AddressList addresses = resolve(host, port, 0);
   std::map<std::string, int> answers;
   do {
@@ -157,13 +168,16 @@ FileDescriptor dial(const std::string& host, int port, std::chrono::milliseconds
       }
       answers[address_text(*address)] = error;
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  } while (Clock::now() < deadline);
+    if (options.insist) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  } while (options.insist && Clock::now() < deadline);
   std::string tried;
   for (const auto& [address, error] : answers)
     tried += concat(tried.empty() ? "" : "; ", address, ": ", std::strerror(error));
-  throw Timeout(concat("no store at ", host, ":", port, " within ", static_cast<double>(limit.count()) / 1000,
-                       " s (tried ", tried, "); did rank 0 start, and can this host reach it?"));
+  const double seconds = static_cast<double>(options.limit.count()) / 1000;
+  const std::string text = concat(options.what, " at ", endpoint_text(host, port), " within ", seconds,
+                                  " s (tried ", tried, ")", options.remedy);
+  require<PeerLost>(Clock::now() >= deadline, text);
+  throw Timeout(text);
 }
 
 IoResult send_all(const FileDescriptor& socket, std::string_view bytes, Deadline deadline) {

@@ -31,17 +31,32 @@ using Deadline = std::chrono::steady_clock::time_point;
 
 // All sockets are non-blocking and closed on exec.
 
-// A listening socket on `host`:`port` and nowhere else. Throws CommError naming both.
-FileDescriptor listen_on(const std::string& host, int port);
+// A listening socket on `host`:`port` and nowhere else. Throws CommError naming both, after `what`
+// went wrong and before the `remedy`.
+FileDescriptor listen_on(const std::string& host, int port, const char* what = "cannot listen",
+                         const char* remedy = "");
 // Takes over a listening socket. Throws InvalidArgument if `fd` is none.
 FileDescriptor adopt_listener(int fd);
 int port_of(const FileDescriptor& socket);
-// Without a delay for small messages; a peer that stopped answering is an error after 10 s.
-void set_connection_options(const FileDescriptor& socket);
+// "127.0.0.1:1234", "[::1]:1234"
+std::string endpoint_text(const std::string& address, int port);
+// Without a delay for small messages; a peer whose host stopped answering is an error after
+// `silent_limit`, at least 1 s; never, if that is 0. (Linux counts a peer that answers but takes no
+// data as silent, too: no limit for connections on which much may wait to be read.)
+void set_connection_options(const FileDescriptor& socket,
+                            std::chrono::milliseconds silent_limit = std::chrono::seconds(10));
 
-// Retries all addresses of `host` until somebody accepts. Throws Timeout naming the addresses and
+struct DialOptions {
+  std::chrono::milliseconds limit;
+  // Whether an address where nobody listens is tried again, up to the limit. Otherwise throws PeerLost.
+  bool insist = true;
+  // For messages: what is missing, and what to do.
+  const char* what = "nobody answers";
+  const char* remedy = "";
+};
+// Tries all addresses of `host` until somebody accepts. Throws Timeout naming the addresses and
 // what they answered, CommError if the name has none.
-FileDescriptor dial(const std::string& host, int port, std::chrono::milliseconds limit);
+FileDescriptor dial(const std::string& host, int port, const DialOptions& options);
 
 enum class IoResult { kDone, kClosed, kTimeout };
 // Sends all of `bytes`.
