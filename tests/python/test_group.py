@@ -251,7 +251,8 @@ def test_o_pg_10_memory_does_not_grow():
         if group.rank == 0:
             after = usage()
             assert after[0] - before[0] < 20 << 10
-            assert after[1:] == before[1:]
+            assert after[1] <= before[1]
+            assert after[2] <= before[2]
 
     ranks(2, body)
 
