@@ -24,6 +24,7 @@ std::chrono::milliseconds milliseconds(double seconds) {
 // The thread of a world's background stream may want the GIL while the world waits for it to end.
 struct DeleteWithoutGil {
   void operator()(World* world) const {
+    if (world->is_inherited()) return;
     const py::gil_scoped_release release;
     delete world;
   }

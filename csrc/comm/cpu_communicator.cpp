@@ -129,6 +129,11 @@ CpuCommunicator::~CpuCommunicator() {
   if (std::uncaught_exceptions() > exceptions_at_birth_) transport_->leave("an exception ended its use");
 }
 
+SingleUser::Guard CpuCommunicator::enter() {
+  fork_guard_.require_own("this communicator");
+  return {single_user_, *transport_};
+}
+
 std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory memory,
                                              const std::vector<Tensor>& inputs,
                                              const std::vector<Tensor>& outputs, Stream& stream) {
@@ -160,14 +165,14 @@ std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory mem
 }
 
 std::unique_ptr<Work> CpuCommunicator::all_reduce(const Tensor& data, ReduceOp op, Stream& stream) {
-  const SingleUser::Guard guard(single_user_, *transport_);
+  const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_all_reduce(data, op);
   return issue(call, in_place(data), {}, {data}, stream);
 }
 
 std::unique_ptr<Work> CpuCommunicator::reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op,
                                                       Stream& stream) {
-  const SingleUser::Guard guard(single_user_, *transport_);
+  const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_reduce_scatter(input, output, op, rank(), size());
   return issue(call, {.input = input.raw_address(), .output = output.raw_address()}, {input}, {output},
                stream);
@@ -175,7 +180,7 @@ std::unique_ptr<Work> CpuCommunicator::reduce_scatter(const Tensor& input, const
 
 std::unique_ptr<Work> CpuCommunicator::all_gather(const Tensor& input, const Tensor& output, Stream& stream,
                                                   std::span<const int64_t> counts) {
-  const SingleUser::Guard guard(single_user_, *transport_);
+  const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_all_gather(input, output, counts, rank(), size());
   return issue(call,
                {.input = input.raw_address(),
@@ -185,7 +190,7 @@ std::unique_ptr<Work> CpuCommunicator::all_gather(const Tensor& input, const Ten
 }
 
 std::unique_ptr<Work> CpuCommunicator::broadcast(const Tensor& data, int root, Stream& stream) {
-  const SingleUser::Guard guard(single_user_, *transport_);
+  const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_broadcast(data, root, size());
   std::vector<Tensor> inputs, outputs;
   (root == rank() ? inputs : outputs).push_back(data);
@@ -195,7 +200,7 @@ std::unique_ptr<Work> CpuCommunicator::broadcast(const Tensor& data, int root, S
 std::unique_ptr<Work> CpuCommunicator::all_to_all(const Tensor& input, const Tensor& output, Stream& stream,
                                                   std::span<const int64_t> send_counts,
                                                   std::span<const int64_t> receive_counts) {
-  const SingleUser::Guard guard(single_user_, *transport_);
+  const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_all_to_all(input, output, send_counts, receive_counts, size());
   return issue(call,
                {.input = input.raw_address(),
@@ -206,7 +211,7 @@ std::unique_ptr<Work> CpuCommunicator::all_to_all(const Tensor& input, const Ten
 }
 
 std::unique_ptr<Work> CpuCommunicator::exchange(std::span<const Transfer> transfers, Stream& stream) {
-  const SingleUser::Guard guard(single_user_, *transport_);
+  const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_exchange(transfers, rank(), size());
   CallMemory memory;
   std::vector<Tensor> inputs, outputs;
@@ -229,19 +234,19 @@ void CpuCommunicator::run_on_host(CollectiveOp op, const std::function<void(cons
 }
 
 void CpuCommunicator::barrier(std::chrono::milliseconds limit) {
-  const SingleUser::Guard guard(single_user_, *transport_);
+  const SingleUser::Guard guard = enter();
   require(limit.count() > 0, "barrier: the limit is ", limit.count(), " ms; expected a positive one");
   run_on_host(CollectiveOp::kBarrier, [&](const CollectiveCall& call) { transport_->run(call, {}, limit); });
 }
 
 void CpuCommunicator::attach() {
-  const SingleUser::Guard guard(single_user_, *transport_);
+  const SingleUser::Guard guard = enter();
   run_on_host(CollectiveOp::kAttach,
               [&](const CollectiveCall& call) { transport_->run(call, {}, transport_->timeout()); });
 }
 
 std::unique_ptr<Communicator> CpuCommunicator::split(int color, int key, const std::string& name) {
-  const SingleUser::Guard guard(single_user_, *transport_);
+  const SingleUser::Guard guard = enter();
   constexpr size_t kMaxNameBytes = 200;
   require(name.size() <= kMaxNameBytes && name.find('\0') == std::string::npos,
           "split: the name of a group has at most ", kMaxNameBytes, " characters, none of them NUL; got ",

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/fork.h"
 #include "comm/communicator.h"
 #include "comm/transport.h"
 
@@ -69,6 +70,8 @@ class CpuCommunicator final : public Communicator {
  private:
   std::unique_ptr<Work> issue(CollectiveCall call, CallMemory memory, const std::vector<Tensor>& inputs,
                               const std::vector<Tensor>& outputs, Stream& stream);
+  // Before any use. Throws InvalidArgument for a second thread and in a fork.
+  SingleUser::Guard enter();
   // Runs `body` as a call of the host's thread, after all collectives that were issued before.
   void run_on_host(CollectiveOp op, const std::function<void(const CollectiveCall&)>& body);
 
@@ -76,6 +79,7 @@ class CpuCommunicator final : public Communicator {
   std::shared_ptr<IssueOrder> order_;
   int exceptions_at_birth_;
   SingleUser single_user_;
+  ForkGuard fork_guard_;
 };
 
 }  // namespace polyreme

@@ -39,7 +39,7 @@ Stream& World::background() {
 }
 
 void World::stop_background(const std::string& reason) noexcept {
-  if (!background_) return;
+  if (!background_ || is_inherited()) return;
   if (!background_->is_idle()) communicator_->abort(reason);
   background_.reset();
 }

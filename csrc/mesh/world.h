@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fork.h"
 #include "comm/communicator.h"
 #include "comm/store.h"
 #include "device/cpu/cpu_device.h"
@@ -45,6 +46,9 @@ class World {
   Communicator& communicator() const { return *communicator_; }
   // For collectives beside the host's thread; made at the first call, which one thread makes at a time.
   Stream& background();
+  // Whether a fork of the world's process looks at it, which must neither use nor destroy it: its threads are
+  // not there.
+  bool is_inherited() const { return fork_guard_.is_inherited(); }
   // Ends `background()`: what waits for other ranks fails, here and there. For a process that ends.
   void stop_background(const std::string& reason) noexcept;
   // Where each rank runs, by rank; the same list on every rank.
@@ -56,6 +60,7 @@ class World {
   std::unique_ptr<Communicator> communicator_;
   std::vector<std::string> hosts_;
   std::unique_ptr<Stream> background_;
+  ForkGuard fork_guard_;
 };
 
 // Meets the other ranks of this host; all agree on the lowest common instruction-set level. Blocks up

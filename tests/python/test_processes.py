@@ -411,3 +411,64 @@ def test_o_fl_09_jobs_at_once_do_not_meet(tmp_path):
     assert [job.returncode for job in jobs] == [0, 0, 0]
     assert len({line for output in outputs for line in output if line.startswith("LOSS")}) == 1
     assert len({line for output in outputs for line in output if line.startswith("JOB")}) == 3
+
+
+# ---- forks, and ends in the middle ----
+
+
+def test_o_fl_07_forked_workers_neither_use_nor_harm_the_runtime(job):
+    """Forks while a collective runs on another thread; a child that uses the runtime is told so."""
+    script = """
+    import multiprocessing, threading
+    import numpy as np
+
+    group = trainer.mesh["dp"]
+
+    def work(queue):
+        try:
+            group.all_reduce(np.ones(2))
+            queue.put("used it")
+        except pr.InvalidArgument as error:
+            queue.put(str(error))
+
+    fork = multiprocessing.get_context("fork")
+    for k in range(20):
+        results = fork.Queue()
+        total = group.all_reduce(np.ones(200_000), wait=False)
+        workers = [fork.Process(target=work, args=(results,)) for _ in range(2)]
+        for worker in workers:
+            worker.start()
+        texts = [results.get(timeout=20) for _ in workers]
+        for worker in workers:
+            worker.join()
+            assert worker.exitcode == 0
+        assert all("forked" in text and "spawn" in text for text in texts), texts
+        assert (total.wait() == 2).all()
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(7)  # an orderly end of the interpreter, with everything inherited
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    step(1)
+    world.barrier()
+    """
+    job.run(script)
+    assert job.code == 0, job.err
+
+
+def test_o_fl_02_clean_up_after_an_error_does_not_wait_for_peers(job):
+    script = """
+    import numpy as np
+    group = trainer.mesh["dp"]
+    try:
+        for k in range(1, 4):
+            if (world.rank, k) == (0, 2):
+                raise ValueError("boom")
+            group.all_reduce(np.ones(10))
+    finally:
+        del trainer, group, world
+    """
+    job.run(script, "--survivor-grace", "10")
+    assert job.code != 0
+    assert all(rank["exit_code"] not in (0, None) for rank in job.report["ranks"])
+    assert "boom" in job.err
+    assert job.seconds < GONE_S

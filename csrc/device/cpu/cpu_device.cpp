@@ -2,6 +2,7 @@
 
 #include <exception>
 
+#include "base/fork.h"
 #include "device/cpu/background_stream.h"
 #include "device/cpu/cpu_allocator.h"
 #include "device/cpu/deferred_device.h"
@@ -68,13 +69,17 @@ class ImmediateDevice final : public Device {
   MemoryStats memory() const override { return allocator_->stats(); }
   void reset_peak_memory() override { allocator_->reset_peak(); }
 
-  CpuContext context() { return {pool_, isa_}; }
+  CpuContext context() {
+    fork_guard_.require_own("this device");
+    return {pool_, isa_};
+  }
 
  private:
   ThreadPool pool_;
   Isa isa_;
   std::shared_ptr<CpuAllocator> allocator_;
   uint32_t next_stream_id_ = 0;
+  ForkGuard fork_guard_;
 };
 
 Device& ImmediateStream::device() const { return device_; }
