@@ -29,6 +29,50 @@ Range slice_of(int64_t bytes, int rank, int size) {
   return {begin, std::min(step, bytes - begin)};
 }
 
+// The blocks of a tensor that has one for each rank, of counts[r] elements, or of call.count without counts.
+std::vector<Range> blocks_of(const CollectiveCall& call, const std::vector<int64_t>& counts, int size) {
+  const auto element = static_cast<int64_t>(dtype_size(call.dtype));
+  std::vector<Range> blocks;
+  int64_t begin = 0;
+  for (int r = 0; r < size; ++r) {
+    const int64_t bytes = (counts.empty() ? call.count : counts[static_cast<size_t>(r)]) * element;
+    blocks.push_back({begin, bytes});
+    begin += bytes;
+  }
+  return blocks;
+}
+
+int64_t longest_of(const std::vector<Range>& blocks) {
+  int64_t longest = 0;
+  for (const Range& block : blocks) longest = std::max(longest, block.bytes);
+  return longest;
+}
+
+// The opening meeting of an uneven all_to_all. Every rank looks at what all of them send and expect, so that
+// all find the same difference, if any, before one of them writes. Returns the bytes of the largest block.
+int64_t compare_counts(SharedGroup& group, const CollectiveCall& call, const CallMemory& memory) {
+  const auto size = static_cast<size_t>(group.size());
+  const int slot = group.slot();
+  std::vector<const int64_t*> counts;  // by rank: to each rank, then from each rank
+  std::vector<int64_t> mine = memory.send_counts;
+  mine.insert(mine.end(), memory.receive_counts.begin(), memory.receive_counts.end());
+  if (size > 1) std::memcpy(group.staging(group.rank(), slot), mine.data(), mine.size() * sizeof(int64_t));
+  group.meet();
+  for (int r = 0; r < group.size(); ++r)
+    counts.push_back(size > 1 ? reinterpret_cast<const int64_t*>(group.staging(r, slot)) : mine.data());
+  int64_t longest = 0;
+  for (size_t from = 0; from < size; ++from)
+    for (size_t to = 0; to < size; ++to) {
+      const int64_t sent = counts[from][to], expected = counts[to][size + from];
+      if (sent != expected)
+        group.fail_and_throw(
+            FailureKind::kMismatch,
+            concat("rank ", from, " sends ", sent, " elements to rank ", to, ", which expects ", expected));
+      longest = std::max(longest, sent);
+    }
+  return longest * static_cast<int64_t>(dtype_size(call.dtype));
+}
+
 // Reduces `bytes` bytes: this rank's term is `own`, those of the others lie at `offset` in their
 // staging.
 void reduce_from_staging(SharedGroup& group, const CollectiveCall& call, int slot, int64_t offset,
@@ -111,24 +155,27 @@ void run_reduce_scatter(SharedGroup& group, const CollectiveCall& call, const vo
   }
 }
 
-void run_all_gather(SharedGroup& group, const CollectiveCall& call, const void* input, void* output) {
+void run_all_gather(SharedGroup& group, const CollectiveCall& call, const CallMemory& memory) {
   const int rank = group.rank(), size = group.size();
-  const auto* in = static_cast<const char*>(input);
-  auto* out = static_cast<char*>(output);
-  const int64_t total = call.count * static_cast<int64_t>(dtype_size(call.dtype));
-  if (total == 0 || size == 1) {
+  const auto* in = static_cast<const char*>(memory.input);
+  auto* out = static_cast<char*>(memory.output);
+  const std::vector<Range> blocks = blocks_of(call, memory.receive_counts, size);
+  const Range own = blocks[static_cast<size_t>(rank)];
+  const int64_t longest = longest_of(blocks);
+  if (longest == 0 || size == 1) {
     group.meet();
-    return copy_bytes(out, in, total);
+    return copy_bytes(out + own.begin, in, own.bytes);
   }
   const int64_t chunk = group.chunk_bytes();
-  for (int64_t begin = 0; begin < total; begin += chunk) {
-    const int64_t length = std::min(chunk, total - begin);
+  for (int64_t begin = 0; begin < longest; begin += chunk) {
     const int slot = group.slot();
-    copy_bytes(group.staging(rank, slot), in + begin, length);
+    copy_bytes(group.staging(rank, slot), in + begin, std::min(chunk, own.bytes - begin));
     group.meet();
     for (int i = 0; i < size; ++i) {
       const int r = (rank + i) % size;  // not all ranks read the same staging at once
-      copy_bytes(out + r * total + begin, r == rank ? in + begin : group.staging(r, slot), length);
+      const Range block = blocks[static_cast<size_t>(r)];
+      copy_bytes(out + block.begin + begin, r == rank ? in + begin : group.staging(r, slot),
+                 std::min(chunk, block.bytes - begin));
     }
   }
 }
@@ -146,6 +193,36 @@ void run_broadcast(SharedGroup& group, const CollectiveCall& call, void* data) {
     group.meet();
     if (!is_root) copy_bytes(bytes + begin, group.staging(call.root, slot), length);
   }
+}
+
+void run_all_to_all(SharedGroup& group, const CollectiveCall& call, const CallMemory& memory) {
+  const int rank = group.rank(), size = group.size();
+  const auto* in = static_cast<const char*>(memory.input);
+  auto* out = static_cast<char*>(memory.output);
+  const bool uneven = call.counts_hash != 0;
+  const std::vector<Range> to = blocks_of(call, memory.send_counts, size);
+  const std::vector<Range> from = blocks_of(call, memory.receive_counts, size);
+  const int64_t longest = uneven ? compare_counts(group, call, memory) : to[0].bytes;
+  if (!uneven && (longest == 0 || size == 1)) group.meet();
+  const int64_t piece = group.chunk_bytes() / size;
+  for (int64_t begin = 0; begin < longest && size > 1; begin += piece) {
+    const int slot = group.slot();
+    for (int r = 0; r < size; ++r) {
+      const Range block = to[static_cast<size_t>(r)];
+      if (r != rank)
+        copy_bytes(group.staging(rank, slot) + r * piece, in + block.begin + begin,
+                   std::min(piece, block.bytes - begin));
+    }
+    group.meet();
+    for (int i = 1; i < size; ++i) {
+      const int r = (rank + i) % size;
+      const Range block = from[static_cast<size_t>(r)];
+      copy_bytes(out + block.begin + begin, group.staging(r, slot) + rank * piece,
+                 std::min(piece, block.bytes - begin));
+    }
+  }
+  const auto self = static_cast<size_t>(rank);
+  copy_bytes(out + from[self].begin, in + to[self].begin, to[self].bytes);
 }
 
 }  // namespace polyreme

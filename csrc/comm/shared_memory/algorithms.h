@@ -13,7 +13,8 @@ namespace polyreme {
 
 void run_all_reduce(SharedGroup& group, const CollectiveCall& call, void* data);
 void run_reduce_scatter(SharedGroup& group, const CollectiveCall& call, const void* input, void* output);
-void run_all_gather(SharedGroup& group, const CollectiveCall& call, const void* input, void* output);
+void run_all_gather(SharedGroup& group, const CollectiveCall& call, const CallMemory& memory);
 void run_broadcast(SharedGroup& group, const CollectiveCall& call, void* data);
+void run_all_to_all(SharedGroup& group, const CollectiveCall& call, const CallMemory& memory);
 
 }  // namespace polyreme

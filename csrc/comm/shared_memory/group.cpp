@@ -68,7 +68,9 @@ void futex_wait(uint32_t* word, uint32_t expected, std::chrono::nanoseconds limi
   syscall(SYS_futex, word, FUTEX_WAIT, expected, &time, nullptr, 0);
 }
 
-void futex_wake(uint32_t* word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
+void wake(Bell& bell) {
+  syscall(SYS_futex, low_half(bell.count), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
+}
 
 }  // namespace
 
@@ -155,74 +157,100 @@ void SharedGroup::begin(const CollectiveCall& call, std::chrono::milliseconds li
 }
 
 void SharedGroup::meet() {
+  struct Meeting final : Awaited {
+    explicit Meeting(const SharedGroup& group) : group_(group) {}
+    Outcome poll() override {
+      const uint64_t target = group_.meetings_ * static_cast<uint64_t>(group_.size_);
+      const uint64_t arrivals = group_.group().arrivals.count.load(std::memory_order_acquire);
+      return arrivals >= target ? Outcome::kDone : Outcome::kNothing;
+    }
+    std::vector<int> missing() override {
+      std::vector<int> ranks;
+      for (int r = 0; r < group_.size_; ++r)
+        if (group_.block(r).arrived.load(std::memory_order_acquire) < group_.meetings_) ranks.push_back(r);
+      return ranks;
+    }
+    const SharedGroup& group_;
+  };
   const int slot_met = slot();
   ++meetings_;
   // `arrived` first: a rank that looks for who is missing must not find one that has been counted.
   mine().arrived.store(meetings_, std::memory_order_relaxed);
-  const uint64_t target = meetings_ * static_cast<uint64_t>(size_);
-  if (group().arrivals.fetch_add(1, std::memory_order_seq_cst) + 1 == target) {
+  Bell& arrivals = group().arrivals;
+  if (arrivals.count.fetch_add(1, std::memory_order_seq_cst) + 1 ==
+      meetings_ * static_cast<uint64_t>(size_)) {
     // Either the sleeper's count is seen here, or the new number of arrivals keeps it from sleeping.
-    if (group().sleepers.load(std::memory_order_seq_cst) > 0) wake_all();
+    if (arrivals.sleepers.load(std::memory_order_seq_cst) > 0) wake(arrivals);
   } else {
-    await(target);
+    Meeting meeting(*this);
+    await(meeting, arrivals);
   }
   if (opening_) compare_calls(slot_met);
 }
 
-void SharedGroup::await(uint64_t target) {
-  const std::atomic<uint64_t>& arrivals = group().arrivals;
+void SharedGroup::await(Awaited& awaited, Bell& bell) {
+  using Outcome = Awaited::Outcome;
   const WaitingPolicy& policy = oversubscribed_ ? kOversubscribed : kCorePerRank;
-  for (int i = 0; i < policy.pauses; ++i) {
-    if (arrivals.load(std::memory_order_acquire) >= target) return;
-    pause_cpu();
-  }
-  for (int i = 0; i < policy.yields; ++i) {
-    if (arrivals.load(std::memory_order_acquire) >= target) return;
-    sched_yield();
-  }
-  const Clock::time_point deadline = Clock::now() + limit_;
-  Clock::time_point next_look = Clock::now() + kLookInterval;
-  while (true) {
-    const uint64_t seen = arrivals.load(std::memory_order_acquire);
-    if (seen >= target) return;
-    throw_if_failed();
-    look_for_departed();
+  Clock::time_point deadline, next_look;
+  for (int idle = 0;; ++idle) {
+    const uint64_t seen = bell.count.load(std::memory_order_acquire);
+    const Outcome outcome = awaited.poll();
+    if (outcome == Outcome::kDone) break;
+    if (outcome == Outcome::kProgress) idle = -1;
+    if (idle < policy.pauses) {
+      pause_cpu();
+      continue;
+    }
+    if (idle < policy.pauses + policy.yields) {
+      sched_yield();
+      continue;
+    }
     const Clock::time_point now = Clock::now();
-    if (now >= next_look) {
-      look_for_dead();
+    if (idle == policy.pauses + policy.yields) {
+      deadline = now + limit_;
       next_look = now + kLookInterval;
     }
-    if (now >= deadline) time_out();
-    sleep(seen, std::max<Clock::duration>(std::min(next_look, deadline) - now, std::chrono::microseconds(1)));
+    throw_if_failed();
+    look_for_departed(awaited);
+    if (now >= next_look) {
+      look_for_dead(awaited);
+      next_look = now + kLookInterval;
+    }
+    if (now >= deadline) time_out(awaited);
+    sleep(bell, seen,
+          std::max<Clock::duration>(std::min(next_look, deadline) - now, std::chrono::microseconds(1)));
   }
+  if (mine().waits_for.load(std::memory_order_relaxed) != 0)
+    mine().waits_for.store(0, std::memory_order_relaxed);
 }
 
-void SharedGroup::sleep(uint64_t seen, std::chrono::nanoseconds limit) {
-  group().sleepers.fetch_add(1, std::memory_order_seq_cst);
-  if (group().arrivals.load(std::memory_order_seq_cst) == seen)
-    futex_wait(low_half(group().arrivals), static_cast<uint32_t>(seen), limit);
-  group().sleepers.fetch_sub(1, std::memory_order_relaxed);
+void SharedGroup::sleep(Bell& bell, uint64_t seen, std::chrono::nanoseconds limit) {
+  bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  if (bell.count.load(std::memory_order_seq_cst) == seen)
+    futex_wait(low_half(bell.count), static_cast<uint32_t>(seen), limit);
+  bell.sleepers.fetch_sub(1, std::memory_order_relaxed);
 }
 
-void SharedGroup::wake_all() noexcept { futex_wake(low_half(group().arrivals)); }
-
-std::vector<int> SharedGroup::missing() const {
-  std::vector<int> ranks;
-  for (int r = 0; r < size_; ++r)
-    if (block(r).arrived.load(std::memory_order_acquire) < meetings_) ranks.push_back(r);
-  return ranks;
+void SharedGroup::ring(Bell& bell) {
+  bell.count.fetch_add(1, std::memory_order_seq_cst);
+  if (bell.sleepers.load(std::memory_order_seq_cst) > 0) wake(bell);
 }
 
-void SharedGroup::look_for_departed() {
+void SharedGroup::wake_all() noexcept {
+  wake(group().arrivals);
+  for (int r = 0; r < std::min(size_, group().size); ++r) wake(block(r).channels);
+}
+
+void SharedGroup::look_for_departed(Awaited& awaited) {
   if (group().departures.load(std::memory_order_acquire) == 0) return;
-  for (int r = 0; r < size_; ++r) {
-    // In this order: a rank that came to this meeting and left afterwards is not missed.
-    if (block(r).departed.load(std::memory_order_acquire) == 0) continue;
-    if (block(r).arrived.load(std::memory_order_relaxed) >= meetings_) continue;
+  std::vector<bool> departed;
+  for (int r = 0; r < size_; ++r) departed.push_back(block(r).departed.load(std::memory_order_acquire) != 0);
+  // In this order: a rank that did its part and left afterwards is not missed.
+  for (const int r : awaited.missing()) {
+    if (!departed[static_cast<size_t>(r)]) continue;
     let_end(r);
-    fail_and_throw(FailureKind::kPeerLost,
-                   concat(who(r), " left the group after ", mark_text(block(r).ledger.collectives.completed),
-                          ": ", block(r).departure_text));
+    fail_and_throw(FailureKind::kPeerLost, concat(who(r), " left the group after ", completed_text(r), ": ",
+                                                  block(r).departure_text));
   }
 }
 
@@ -241,34 +269,45 @@ std::vector<int> SharedGroup::dead_among(const std::vector<int>& ranks) const {
   return dead;
 }
 
-void SharedGroup::look_for_dead() {
-  if (dead_among(missing()).empty()) return;
+void SharedGroup::look_for_dead(Awaited& awaited) {
+  const std::vector<int> absent = awaited.missing();
+  mine().waits_for.store(absent.empty() ? 0 : absent.front() + 1, std::memory_order_relaxed);
+  if (dead_among(absent).empty()) return;
   std::this_thread::sleep_for(kSecondLook);
-  look_for_departed();  // an orderly end is told apart
+  look_for_departed(awaited);  // an orderly end is told apart
   std::vector<int> dead;
-  for (int r = 0; r < size_; ++r)  // also those that died after they had come to this meeting
+  for (int r = 0; r < size_; ++r)  // also those that died after they had done their part
     if (block(r).departed.load(std::memory_order_acquire) == 0) dead.push_back(r);
   dead = dead_among(dead);
-  if (dead.empty()) return;
+  if (dead.empty() || dead_among(awaited.missing()).empty()) return;
   fail_and_throw(FailureKind::kPeerLost, concat("lost ", progress_text(dead), ": the process has ended"));
 }
 
-void SharedGroup::time_out() {
-  look_for_dead();
-  const std::vector<int> absent = missing();
+void SharedGroup::time_out(Awaited& awaited) {
+  look_for_dead(awaited);
+  const std::vector<int> absent = awaited.missing();
   if (absent.empty()) return;  // they came this very moment
   fail_and_throw(FailureKind::kTimeout, concat("waited ", static_cast<double>(limit_.count()) / 1000,
                                                " s for ", progress_text(absent)));
+}
+
+std::string SharedGroup::completed_text(int rank) const {
+  const CallLedger& ledger = block(rank).ledger;
+  std::string text = mark_text(ledger.collectives.completed);
+  if (ledger.exchanges.completed.load(std::memory_order_relaxed) != 0)
+    text += concat(" and ", mark_text(ledger.exchanges.completed));
+  return text;
 }
 
 std::string SharedGroup::progress_text(const std::vector<int>& ranks) const {
   std::string text;
   for (const int r : ranks) {
     const RankBlock& peer = block(r);
-    const CallLedger::Line& calls = peer.ledger.collectives;
-    text += concat(text.empty() ? "" : "; ", who(r), ", which last completed ", mark_text(calls.completed));
-    for (const CallLedger::Line* line : {&calls, &peer.ledger.exchanges})
+    text += concat(text.empty() ? "" : "; ", who(r), ", which last completed ", completed_text(r));
+    for (const CallLedger::Line* line : {&peer.ledger.collectives, &peer.ledger.exchanges})
       if (line->owes()) text += concat(" and is in ", mark_text(line->posted));
+    const int waits_for = peer.waits_for.load(std::memory_order_relaxed) - 1;
+    if (waits_for >= 0) text += concat(", where it waits for rank ", waits_for);
     if (!peer.ledger.owes()) text += " and has called nothing since";
   }
   return text;

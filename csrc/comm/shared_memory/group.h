@@ -20,6 +20,17 @@ struct RankIdentity {
 };
 RankIdentity this_rank();
 
+// What a rank waits for.
+class Awaited {
+ public:
+  enum class Outcome { kNothing, kProgress, kDone };
+  virtual ~Awaited() = default;
+  // Looks, and does what can be done. Called again and again, and whenever the bell has rung.
+  virtual Outcome poll() = 0;
+  // The ranks that must act next. Called when it takes long, once more before they are blamed.
+  virtual std::vector<int> missing() = 0;
+};
+
 // One rank's side of a group over shared memory: the meetings, and everything that can go wrong.
 //
 // A *call* is a sequence of *meetings*. At a meeting every rank waits for all others; what a rank
@@ -30,6 +41,8 @@ RankIdentity this_rank();
 //
 // The first meeting of a call compares the calls of all ranks. User memory may be written only
 // after it.
+//
+// An exchange has no meetings: see Channel in layout.h, and exchange.h.
 //
 // Every function but `fail` and `leave` belongs to one thread at a time.
 class SharedGroup {
@@ -64,6 +77,11 @@ class SharedGroup {
   // Throws PeerLost, Timeout or CollectiveMismatch; the group is broken for all ranks then.
   void meet();
 
+  // Waits for what happens in this rank's channels. Throws as meet does.
+  void await_channels(Awaited& awaited) { await(awaited, mine().channels); }
+  // Tells a rank that one of its channels has changed.
+  void ring(int rank) { ring(block(rank).channels); }
+
   CallLedger& ledger() const { return mine().ledger; }
 
   // Of the next meeting.
@@ -72,6 +90,9 @@ class SharedGroup {
   char* staging(int rank, int slot) const { return layout_.staging(base(), rank, slot); }
   char* result(int rank, int slot) const { return layout_.result(base(), rank, slot); }
   char* note(int rank, int slot) const { return block(rank).note[slot]; }
+  Channel& channel(int from, int to) const { return layout_.channel(base(), from, to); }
+  int64_t piece_bytes() const { return layout_.piece_bytes(); }
+  char* lane(int rank, int lane, int slot) const { return layout_.lane(base(), rank, lane, slot); }
   RankIdentity identity(int rank) const;
 
   // Breaks the group for all ranks unless it is broken already. From any thread.
@@ -80,6 +101,7 @@ class SharedGroup {
   void abort(const std::string& text) noexcept;
   void add_subgroup(const std::shared_ptr<SharedGroup>& subgroup);
   void throw_if_failed() const;
+  [[noreturn]] void fail_and_throw(FailureKind kind, const std::string& text);
   // Takes this rank out; the others fail when they need it, at once if it owes them a call. Once.
   void leave(const std::string& why) noexcept;
   // "rank 2 (host a, pid 123)"
@@ -93,18 +115,19 @@ class SharedGroup {
   RankBlock& block(int rank) const { return SegmentLayout::rank_block(base(), rank); }
   RankBlock& mine() const { return block(rank_); }
 
-  void await(uint64_t target);
-  void sleep(uint64_t seen, std::chrono::nanoseconds limit);
+  void await(Awaited& awaited, Bell& bell);
+  static void sleep(Bell& bell, uint64_t seen, std::chrono::nanoseconds limit);
+  static void ring(Bell& bell);
   void wake_all() noexcept;
-  void look_for_departed();
-  void look_for_dead();
-  void time_out();
+  void look_for_departed(Awaited& awaited);
+  void look_for_dead(Awaited& awaited);
+  void time_out(Awaited& awaited);
   void let_end(int rank) const;
   std::vector<int> dead_among(const std::vector<int>& ranks) const;
   [[noreturn]] void throw_failure() const;
-  [[noreturn]] void fail_and_throw(FailureKind kind, const std::string& text);
   void compare_calls(int slot);
-  std::vector<int> missing() const;
+  // "barrier (sequence 4) and exchange (sequence 2)"
+  std::string completed_text(int rank) const;
   // "rank 2 (host a, pid 123), which last completed barrier (sequence 4) and ..."; of several, joined.
   std::string progress_text(const std::vector<int>& ranks) const;
 

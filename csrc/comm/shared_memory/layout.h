@@ -9,20 +9,31 @@
 
 // What lies where in the memory that the ranks of a group share:
 //
-//   GroupBlock | RankBlock of each rank | staging of each rank, slot 0 then 1 | results, likewise
+//   GroupBlock | RankBlock of each rank | Channel of each pair, by sender
+//   | staging of each rank, slot 0 then 1 | results, likewise | lanes of each rank, likewise
 //
 // Everything is written by one rank, or atomic. "Plain" fields are ordered by the meetings of the
-// group (see SharedGroup).
+// group (see SharedGroup), or as Channel says.
+//
+// Staging, results and lanes grow with the number of ranks, channels with its square: 1 MiB at 64 ranks.
 
 namespace polyreme {
 
 inline constexpr uint64_t kSegmentMagic = 0x504f4c5952454d45;  // "POLYREME"
-inline constexpr uint32_t kSegmentVersion = 1;
+inline constexpr uint32_t kSegmentVersion = 2;
 inline constexpr size_t kNoteBytes = 512;
 inline constexpr int kNumSlots = 2;
+// Messages that a rank stages at once in an exchange; more take turns.
+inline constexpr int kNumLanes = 4;
 
 // Two cache lines apart: the adjacent-line prefetcher pairs them.
 inline constexpr size_t kLineBytes = 128;
+
+// A counter that ranks sleep on; its low half is the futex.
+struct Bell {
+  alignas(kLineBytes) std::atomic<uint64_t> count;
+  alignas(kLineBytes) std::atomic<uint32_t> sleepers;
+};
 
 struct GroupBlock {
   uint64_t magic;
@@ -31,9 +42,7 @@ struct GroupBlock {
   int64_t chunk_bytes;
   int64_t segment_bytes;
 
-  // Arrivals of all ranks at all meetings. Its low half is the futex that sleepers wait on.
-  alignas(kLineBytes) std::atomic<uint64_t> arrivals;
-  alignas(kLineBytes) std::atomic<uint32_t> sleepers;
+  Bell arrivals;  // of all ranks at all meetings
   std::atomic<uint32_t> departures;
   // The first failure wins: 0 none, 1 being written, 2 readable.
   std::atomic<uint32_t> failure_state;
@@ -52,12 +61,33 @@ struct alignas(kLineBytes) RankBlock {
   // Read by others only when something is wrong.
   alignas(kLineBytes) std::atomic<uint64_t> arrived;  // meetings this rank has come to
   CallLedger ledger;
+  std::atomic<int32_t> waits_for;  // a rank, plus 1; 0: none, or not for long yet
   std::atomic<uint32_t> departed;  // 1: see departure_text
   char departure_text[256];
 
   // Plain, by slot.
   alignas(kLineBytes) CollectiveCall call[kNumSlots];
   alignas(kLineBytes) char note[kNumSlots][kNoteBytes];
+
+  Bell channels;  // rung when a peer has changed a channel of this rank in an exchange
+};
+
+// The messages from one rank to another, one after the other, numbered from 1. Both sides announce theirs and
+// compare; then the sender fills the slots of one of its lanes by turns, and the receiver drains them. Each
+// side writes its own line. Records are by the parity of the number: a side comes to message n + 2 after
+// the other one has come to n + 1, and so has read what was announced of n.
+struct Channel {
+  struct Record {
+    int64_t count;
+    DType dtype;
+  };
+  struct alignas(kLineBytes) Side {
+    std::atomic<uint64_t> announced;  // the number of the latest message
+    std::atomic<uint64_t> pieces;     // filled, or drained, over all messages
+    std::atomic<int32_t> lane;        // of the sender, for the message that it fills
+    Record record[2];
+  };
+  Side sender, receiver;
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
@@ -70,7 +100,9 @@ class SegmentLayout {
   SegmentLayout(int size, int64_t chunk_bytes) : size_(size), chunk_bytes_(chunk_bytes) {}
 
   int64_t chunk_bytes() const { return chunk_bytes_; }
-  int64_t segment_bytes() const { return results_begin() + int64_t{size_} * kNumSlots * result_bytes(); }
+  // Of one slot of a lane.
+  int64_t piece_bytes() const { return (chunk_bytes_ / 8 + 63) / 64 * 64; }
+  int64_t segment_bytes() const { return lanes_begin() + int64_t{size_} * lane_bytes(); }
   static GroupBlock& group(void* base) { return *static_cast<GroupBlock*>(base); }
   static RankBlock& rank_block(void* base, int rank) {
     return reinterpret_cast<RankBlock*>(static_cast<char*>(base) + kRanksBegin)[rank];
@@ -82,6 +114,14 @@ class SegmentLayout {
   char* result(void* base, int rank, int slot) const {
     return static_cast<char*>(base) + results_begin() + (int64_t{rank} * kNumSlots + slot) * result_bytes();
   }
+  Channel& channel(void* base, int from, int to) const {
+    return reinterpret_cast<Channel*>(static_cast<char*>(base) +
+                                      channels_begin())[int64_t{from} * size_ + to];
+  }
+  char* lane(void* base, int rank, int lane, int slot) const {
+    return static_cast<char*>(base) + lanes_begin() + rank * lane_bytes() +
+           (lane * kNumSlots + slot) * piece_bytes();
+  }
 
  private:
   static constexpr int64_t kPage = 4096;
@@ -90,10 +130,15 @@ class SegmentLayout {
 
   int64_t slot_bytes() const { return whole_pages(chunk_bytes_); }
   int64_t result_bytes() const { return whole_pages(size_ == 0 ? 0 : chunk_bytes_ / size_); }
-  int64_t staging_begin() const {
+  int64_t channels_begin() const {
     return whole_pages(kRanksBegin + int64_t{size_} * static_cast<int64_t>(sizeof(RankBlock)));
   }
+  int64_t staging_begin() const {
+    return whole_pages(channels_begin() + int64_t{size_} * size_ * static_cast<int64_t>(sizeof(Channel)));
+  }
   int64_t results_begin() const { return staging_begin() + int64_t{size_} * kNumSlots * slot_bytes(); }
+  int64_t lanes_begin() const { return results_begin() + int64_t{size_} * kNumSlots * result_bytes(); }
+  int64_t lane_bytes() const { return whole_pages(kNumLanes * kNumSlots * piece_bytes()); }
 
   int size_ = 0;
   int64_t chunk_bytes_ = 0;

@@ -13,7 +13,7 @@ void SharedTransport::run(const CollectiveCall& call, const CallMemory& memory,
     case CollectiveOp::kReduceScatter:
       return run_reduce_scatter(*group_, call, memory.input, memory.output);
     case CollectiveOp::kAllGather:
-      return run_all_gather(*group_, call, memory.input, memory.output);
+      return run_all_gather(*group_, call, memory);
     case CollectiveOp::kBroadcast:
       return run_broadcast(*group_, call, memory.output);
     case CollectiveOp::kAttach:
@@ -21,9 +21,15 @@ void SharedTransport::run(const CollectiveCall& call, const CallMemory& memory,
       return group_->choose_waiting();
     case CollectiveOp::kBarrier:
       return group_->meet();
-    default:
-      throw NotAvailable(concat(call.to_string(), " over shared memory"));
+    case CollectiveOp::kAllToAll:
+      return run_all_to_all(*group_, call, memory);
+    case CollectiveOp::kExchange:
+      return exchange_.run(memory.parts);
+    case CollectiveOp::kNone:
+    case CollectiveOp::kSplit:
+      break;
   }
+  throw InvalidArgument(concat("a transport does not run ", call.to_string()));
 }
 
 }  // namespace polyreme

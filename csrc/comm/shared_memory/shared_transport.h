@@ -4,18 +4,20 @@
 #include <string>
 #include <vector>
 
+#include "comm/shared_memory/exchange.h"
 #include "comm/shared_memory/group.h"
 #include "comm/shared_memory/memory.h"
 #include "comm/transport.h"
 
 namespace polyreme {
 
-// A group whose ranks share memory: threads of one process, or processes of one host.
+// A group whose ranks share memory: threads of one process, or processes of one host. The fast mode is the
+// ordered one: the ranks move the same bytes either way.
 class SharedTransport final : public Transport {
  public:
   SharedTransport(std::shared_ptr<SharedGroup> group, std::shared_ptr<SharedMemorySource> source,
                   int64_t chunk_bytes)
-      : group_(std::move(group)), source_(std::move(source)), chunk_bytes_(chunk_bytes) {}
+      : group_(std::move(group)), source_(std::move(source)), chunk_bytes_(chunk_bytes), exchange_(*group_) {}
 
   int rank() const override { return group_->rank(); }
   int size() const override { return group_->size(); }
@@ -40,6 +42,7 @@ class SharedTransport final : public Transport {
   std::shared_ptr<SharedGroup> group_;
   std::shared_ptr<SharedMemorySource> source_;
   int64_t chunk_bytes_;
+  Exchange exchange_;
 };
 
 }  // namespace polyreme

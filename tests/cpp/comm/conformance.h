@@ -1,68 +1,19 @@
 #pragma once
 
-#include <cmath>
-#include <cstring>
+#include <algorithm>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
 #include "comm/communicator.h"
-#include "comm/tree.h"
+#include "comm/conformance_values.h"
 #include "device/cpu/cpu_device.h"
 
 // What every communicator must do, written for one rank of it: the same functions run on threads
-// and on forked processes, so failures are exceptions. Every rank knows what every rank contributes
-// and computes the expected bits by itself, with tree_order.
+// and on forked processes, so failures are exceptions.
 
 namespace polyreme::conformance {
-
-template <typename... Parts>
-void expect(bool condition, const Parts&... parts) {
-  if (!condition) throw std::runtime_error(concat(parts...));
-}
-
-// Element i of what `rank` contributes to trial `trial`; floating-point values of mixed size, so
-// that another order of summation shows.
-template <typename T>
-T value_of(int rank, int64_t i, uint64_t trial) {
-  uint64_t z = (static_cast<uint64_t>(rank) << 40) + static_cast<uint64_t>(i) + trial * 0x9e3779b97f4a7c15;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
-  z ^= z >> 31;
-  if constexpr (std::is_integral_v<T>) {
-    return static_cast<T>(z);
-  } else {
-    return static_cast<T>(std::ldexp(static_cast<double>(z >> 40) - 8e6, static_cast<int>(z % 24) - 12));
-  }
-}
-
-template <typename T>
-std::vector<T> values_of(int rank, int64_t count, uint64_t trial) {
-  std::vector<T> values(static_cast<size_t>(count));
-  for (int64_t i = 0; i < count; ++i) values[static_cast<size_t>(i)] = value_of<T>(rank, i, trial);
-  return values;
-}
-
-template <typename T>
-std::vector<T> reduced_values(int size, int64_t count, uint64_t trial, ReduceOp op) {
-  std::vector<std::vector<T>> terms;
-  for (int r = 0; r < size; ++r) terms.push_back(values_of<T>(r, count, trial));
-  for (const TreeStep& step : tree_order(size))
-    for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
-      T& a = terms[static_cast<size_t>(step.into)][i];
-      const T b = terms[static_cast<size_t>(step.from)][i];
-      if (op == ReduceOp::kMax) {
-        a = b > a ? b : a;
-      } else if (op == ReduceOp::kMin) {
-        a = b < a ? b : a;
-      } else if constexpr (std::is_integral_v<T>) {
-        a = static_cast<T>(static_cast<std::make_unsigned_t<T>>(a) + static_cast<std::make_unsigned_t<T>>(b));
-      } else {
-        a = a + b;
-      }
-    }
-  return terms[0];
-}
 
 template <typename T>
 Tensor to_device(Device& device, const std::vector<T>& values, DType dtype) {
@@ -93,96 +44,259 @@ void expect_bits(const std::vector<T>& got, const std::vector<T>& wanted, const 
            ", wanted ", wanted[i]);
 }
 
-template <typename T>
-void check_reductions(Communicator& comm, Device& device, Stream& stream, int64_t count, ReduceOp op,
-                      uint64_t trial) {
-  const int rank = comm.rank(), size = comm.size();
-  const std::string what = concat("rank ", rank, " of ", size, ", ", dtype_name(dtype_of<T>()), "[", count,
-                                  "] ", reduce_op_name(op));
-  const Tensor data = to_device(device, values_of<T>(rank, count, trial));
-  comm.all_reduce(data, op, stream)->wait();
-  expect_bits(to_host<T>(data), reduced_values<T>(size, count, trial, op), "all_reduce, " + what);
+// A rank of a group under test.
+struct Place {
+  Communicator& comm;
+  Device& device;
+  Stream& stream;
 
-  const std::vector<T> whole = reduced_values<T>(size, count * size, trial + 1, op);
-  const auto own = whole.begin() + rank * count;
-  const std::vector<T> slice(own, own + count);
-  const Tensor input = to_device(device, values_of<T>(rank, count * size, trial + 1));
-  const Tensor output = to_device(device, std::vector<T>(static_cast<size_t>(count)));
-  comm.reduce_scatter(input, output, op, stream)->wait();
-  expect_bits(to_host<T>(output), slice, "reduce_scatter, " + what);
-  expect_bits(to_host<T>(input), values_of<T>(rank, count * size, trial + 1),
-              "input of reduce_scatter, " + what);
-  const Tensor in_place = input.slice(0, rank * count, (rank + 1) * count);
-  comm.reduce_scatter(input, in_place, op, stream)->wait();
-  expect_bits(to_host<T>(in_place), slice, "reduce_scatter in place, " + what);
+  int rank() const { return comm.rank(); }
+  int size() const { return comm.size(); }
+  std::string text(const std::string& what, DType dtype, int64_t count) const {
+    return concat(what, " of ", dtype_name(dtype), "[", count, "], rank ", rank(), " of ", size());
+  }
+};
+
+inline void check_reductions(const Place& place, Trial trial, int64_t count, ReduceOp op) {
+  const int rank = place.rank(), size = place.size();
+  trial.size = size;
+  const std::string what = place.text(reduce_op_name(op), trial.dtype, count);
+  const Guarded data(place.device, trial.dtype, drawn(trial, rank, count));
+  place.comm.all_reduce(data, op, place.stream)->wait();
+  data.expect_bytes(reduced(trial, op, 0, count), "all_reduce: " + what);
+
+  trial.seed += 2;
+  const Bytes slice = reduced(trial, op, rank * count, (rank + 1) * count);
+  const Bytes mine = drawn(trial, rank, count * size);
+  const Guarded input(place.device, trial.dtype, mine);
+  const Guarded output(place.device, trial.dtype, count);
+  place.comm.reduce_scatter(input, output, op, place.stream)->wait();
+  output.expect_bytes(slice, "reduce_scatter: " + what);
+  input.expect_bytes(mine, "input of reduce_scatter: " + what);
+  const Tensor own = input.tensor().slice(0, rank * count, (rank + 1) * count);
+  place.comm.reduce_scatter(input, own, op, place.stream)->wait();
+  Bytes in_place = mine;  // only the own slice may change
+  std::copy(slice.begin(), slice.end(), in_place.begin() + rank * static_cast<int64_t>(slice.size()));
+  input.expect_bytes(in_place, "reduce_scatter in place: " + what);
 }
 
-template <typename T>
-void check_copies(Communicator& comm, Device& device, Stream& stream, DType dtype, int64_t count,
-                  uint64_t trial) {
-  const int rank = comm.rank(), size = comm.size();
-  const std::string what = concat("rank ", rank, " of ", size, ", ", dtype_name(dtype), "[", count, "]");
-  std::vector<T> whole;
-  for (int r = 0; r < size; ++r)
-    for (const T value : values_of<T>(r, count, trial)) whole.push_back(value);
-  const Tensor input = to_device(device, values_of<T>(rank, count, trial), dtype);
-  const Tensor output = to_device(device, std::vector<T>(whole.size()), dtype);
-  comm.all_gather(input, output, stream)->wait();
-  expect_bits(to_host<T>(output), whole, "all_gather, " + what);
-
-  const Tensor gathered = to_device(device, std::vector<T>(whole.size()), dtype);
-  const Tensor own = gathered.slice(0, rank * count, (rank + 1) * count);
-  {
-    const HostMapping mapping(gathered.buffer());
-    const std::vector<T> values = values_of<T>(rank, count, trial);
-    if (count > 0) std::memcpy(own.raw_address(), values.data(), values.size() * sizeof(T));
+// counts: elements by rank; empty: `count` of each.
+inline void check_all_gather(const Place& place, const Trial& trial, int64_t count,
+                             const std::vector<int64_t>& counts = {}) {
+  const int rank = place.rank(), size = place.size();
+  const std::string what =
+      place.text(counts.empty() ? "all_gather" : "uneven all_gather", trial.dtype, count);
+  Bytes whole;
+  int64_t own_begin = 0, total = 0;
+  for (int r = 0; r < size; ++r) {
+    const int64_t length = counts.empty() ? count : counts[static_cast<size_t>(r)];
+    const Bytes part = drawn(trial, r, length);
+    whole.insert(whole.end(), part.begin(), part.end());
+    if (r < rank) own_begin += length;
+    total += length;
   }
-  comm.all_gather(own, gathered, stream)->wait();
-  expect_bits(to_host<T>(gathered), whole, "all_gather in place, " + what);
+  const int64_t own = counts.empty() ? count : counts[static_cast<size_t>(rank)];
+  const Bytes mine = drawn(trial, rank, own);
+  const Guarded input(place.device, trial.dtype, mine);
+  const Guarded output(place.device, trial.dtype, total);
+  place.comm.all_gather(input, output, place.stream, counts)->wait();
+  output.expect_bytes(whole, what);
+  input.expect_bytes(mine, "input of " + what);
 
-  for (int root = 0; root < size; root += std::max(1, size / 2)) {
-    const Tensor data = to_device(device, values_of<T>(rank, count, trial), dtype);
-    comm.broadcast(data, root, stream)->wait();
-    expect_bits(to_host<T>(data), values_of<T>(root, count, trial),
-                concat("broadcast from ", root, ", ", what));
+  Bytes before(whole.size(), 0x11);
+  std::copy(mine.begin(), mine.end(),
+            before.begin() + own_begin * static_cast<int64_t>(dtype_size(trial.dtype)));
+  const Guarded gathered(place.device, trial.dtype, before);
+  place.comm
+      .all_gather(gathered.tensor().slice(0, own_begin, own_begin + own), gathered, place.stream, counts)
+      ->wait();
+  gathered.expect_bytes(whole, what + " in place");
+}
+
+inline void check_broadcast(const Place& place, const Trial& trial, int64_t count) {
+  for (int root = 0; root < place.size(); root += std::max(1, place.size() / 2)) {
+    const Guarded data(place.device, trial.dtype, drawn(trial, place.rank(), count));
+    place.comm.broadcast(data, root, place.stream)->wait();
+    data.expect_bytes(drawn(trial, root, count),
+                      place.text(concat("broadcast from ", root), trial.dtype, count));
   }
 }
 
-template <typename T>
-void check_all_reductions(Communicator& comm, Device& device, Stream& stream,
-                          const std::vector<int64_t>& counts) {
-  uint64_t trial = 0;
-  for (const int64_t count : counts)
-    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kMin})
-      check_reductions<T>(comm, device, stream, count, op, trial += 2);
+// What rank a sends to rank b: the elements of its draw of trial seed + b.
+inline Bytes for_peer(Trial trial, int from, int to, int64_t count) {
+  trial.seed += static_cast<uint64_t>(to);
+  return drawn(trial, from, count);
+}
+
+// count_of(a, b): elements from rank a to rank b; null: `count` for all.
+using PairCounts = int64_t (*)(int from, int to, int64_t count);
+inline void check_all_to_all(const Place& place, const Trial& trial, int64_t count, PairCounts count_of) {
+  const int rank = place.rank();
+  const std::string what = place.text(count_of ? "uneven all_to_all" : "all_to_all", trial.dtype, count);
+  Bytes sent, wanted;
+  std::vector<int64_t> send_counts, receive_counts;
+  for (int r = 0; r < place.size(); ++r) {
+    const int64_t to = count_of ? count_of(rank, r, count) : count;
+    const int64_t from = count_of ? count_of(r, rank, count) : count;
+    const Bytes out = for_peer(trial, rank, r, to), in = for_peer(trial, r, rank, from);
+    sent.insert(sent.end(), out.begin(), out.end());
+    wanted.insert(wanted.end(), in.begin(), in.end());
+    send_counts.push_back(to);
+    receive_counts.push_back(from);
+  }
+  const Guarded input(place.device, trial.dtype, sent);
+  const Guarded output(place.device, trial.dtype, Bytes(wanted.size(), 0x22));
+  if (count_of) {
+    place.comm.all_to_all(input, output, place.stream, send_counts, receive_counts)->wait();
+  } else {
+    place.comm.all_to_all(input, output, place.stream)->wait();
+  }
+  output.expect_bytes(wanted, what);
+  input.expect_bytes(sent, "input of " + what);
+}
+
+// Every rank sends two messages to every other one and receives as many, of different sizes, in one call and
+// in an order of its own.
+inline void check_exchange(const Place& place, const Trial& trial, int64_t count) {
+  const int rank = place.rank(), size = place.size();
+  struct Received {
+    Guarded tensor;
+    Bytes wanted;
+  };
+  std::vector<Transfer> transfers;
+  std::vector<Received> received;
+  const auto length = [&](int from, int to, int message) {
+    return message == 0 ? count : (from + 2 * to) % 3 * 50;
+  };
+  Trial second = trial;
+  second.seed += 100;
+  for (int step = 1; step < size; ++step) {
+    const int peer = rank % 2 == 0 ? (rank + step) % size : (rank + size - step) % size;
+    for (int message = 0; message < 2; ++message) {
+      const Trial& each = message == 0 ? trial : second;
+      received.push_back({Guarded(place.device, each.dtype, length(peer, rank, message)),
+                          for_peer(each, peer, rank, length(peer, rank, message))});
+      const Guarded sent(place.device, each.dtype, for_peer(each, rank, peer, length(rank, peer, message)));
+      const Transfer in{Transfer::Kind::kReceive, received.back().tensor, peer};
+      const Transfer out{Transfer::Kind::kSend, sent, peer};
+      transfers.insert(transfers.end(), {rank % 3 == 0 ? in : out, rank % 3 == 0 ? out : in});
+    }
+  }
+  place.comm.exchange(transfers, place.stream)->wait();
+  for (const Received& each : received)
+    each.tensor.expect_bytes(each.wanted, place.text("exchange", trial.dtype, count));
+}
+
+// From each rank to the next one, which passes it on; ranks that are not concerned go on.
+inline void check_send_and_receive(const Place& place, const Trial& trial, int64_t count) {
+  const int rank = place.rank(), size = place.size();
+  const Guarded data(place.device, trial.dtype, rank == 0 ? drawn(trial, 0, count) : drawn(trial, 99, count));
+  if (rank > 0) place.comm.receive(data, rank - 1, place.stream)->wait();
+  if (rank < size - 1) place.comm.send(data, rank + 1, place.stream)->wait();
+  data.expect_bytes(drawn(trial, 0, count), place.text("send and receive", trial.dtype, count));
+}
+
+// A cycle of large messages: each rank sends to the next and receives from the previous one.
+inline void check_cycle(const Place& place, int64_t count) {
+  const int rank = place.rank(), size = place.size(), next = (rank + 1) % size,
+            last = (rank + size - 1) % size;
+  if (size == 1) return;
+  const auto content = [&](int of_rank) {
+    Bytes bytes(static_cast<size_t>(count) * 4);
+    for (size_t i = 0; i < bytes.size(); ++i)
+      bytes[i] = static_cast<char>(i * 31 + (i >> 12) + static_cast<size_t>(of_rank));
+    return bytes;
+  };
+  const Guarded out(place.device, DType::kF32, content(rank)), in(place.device, DType::kF32, count);
+  const std::vector<Transfer> transfers = {{Transfer::Kind::kSend, out, next},
+                                           {Transfer::Kind::kReceive, in, last}};
+  place.comm.exchange(transfers, place.stream)->wait();
+  in.expect_bytes(content(last), place.text("cycle", DType::kF32, count));
 }
 
 // Counts that reach 0, 1, odd, and several chunks when chunk_bytes is kSmallChunk.
 inline constexpr int64_t kSmallChunk = 1024;
 inline const std::vector<int64_t> kCounts = {0, 1, 3, 127, 256, 257, 1023, 3001};
+inline const std::vector<int64_t> kFewCounts = {0, 1, 257, 1501};
 
+inline const std::vector<int64_t>& counts_for(DType dtype) {
+  return dtype == DType::kF32 ? kCounts : kFewCounts;
+}
+
+inline void check_all_reductions(const Place& place, DType dtype, Draw draw) {
+  uint64_t seed = 2;
+  for (const int64_t count : counts_for(dtype))
+    for (const ReduceOp op : kAllOps)
+      if (is_reducible(op, dtype))  // odd seeds: exact averages
+        check_reductions(place, {dtype, (seed += 4) + (op == ReduceOp::kAverage), draw}, count, op);
+}
+
+inline void check_all_copies(const Place& place, DType dtype) {
+  const Trial trial{dtype, 5};
+  for (const int64_t count : counts_for(dtype)) {
+    check_all_gather(place, trial, count);
+    check_broadcast(place, trial, count);
+    check_all_to_all(place, trial, count, nullptr);
+  }
+  for (const int64_t count : kFewCounts) {
+    std::vector<int64_t> counts;
+    for (int r = 0; r < place.size(); ++r) counts.push_back(r % 3 == 1 ? 0 : count * (r % 3) / 2 + r);
+    check_all_gather(place, trial, count, counts);
+    check_all_to_all(place, trial, count, [](int from, int to, int64_t n) -> int64_t {
+      return (from + to) % 3 == 0 ? 0 : from == to ? n : (from * n + to) % (n + 3);
+    });
+    check_exchange(place, trial, count);
+    check_send_and_receive(place, trial, count);
+  }
+}
+
+// Everything, in the ordered mode.
 inline void check_everything(Communicator& comm, Device& device) {
   const auto stream = device.create_stream("test");
-  check_all_reductions<float>(comm, device, *stream, kCounts);
-  check_all_reductions<double>(comm, device, *stream, kCounts);
-  check_all_reductions<int32_t>(comm, device, *stream, kCounts);
-  check_all_reductions<int64_t>(comm, device, *stream, kCounts);
-  for (const int64_t count : kCounts) {
-    check_copies<float>(comm, device, *stream, DType::kF32, count, 5);
-    check_copies<int64_t>(comm, device, *stream, DType::kI64, count, 6);
-    check_copies<uint8_t>(comm, device, *stream, DType::kU8, count, 7);
-    check_copies<uint16_t>(comm, device, *stream, DType::kBF16, count, 8);
+  const Place place{comm, device, *stream};
+  for (const DType dtype : kAllDTypes) {
+    check_all_reductions(place, dtype, Draw::kMixed);
+    check_all_copies(place, dtype);
   }
+  comm.exchange({}, *stream)->wait();
   comm.barrier(std::chrono::seconds(30));
+}
+
+// In the fast mode: any order of summation, but the same result on all ranks.
+inline void check_everything_fast(Communicator& comm, Device& device) {
+  const auto stream = device.create_stream("test");
+  const Place place{comm, device, *stream};
+  for (const DType dtype : kAllDTypes) check_all_reductions(place, dtype, Draw::kExact);
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    const Guarded data(device, dtype, drawn({dtype, 3}, comm.rank(), 3001));
+    comm.all_reduce(data, ReduceOp::kSum, *stream)->wait();
+    const Guarded all(device, dtype, 3001 * comm.size());
+    comm.all_gather(data, all, *stream)->wait();
+    Bytes repeated;
+    const Bytes own = data.bytes();
+    for (int r = 0; r < comm.size(); ++r) repeated.insert(repeated.end(), own.begin(), own.end());
+    all.expect_bytes(repeated, "fast all_reduce on all ranks");
+  }
 }
 
 // With chunks of kLargeChunk: one chunk in two meetings, and a few of them.
 inline constexpr int64_t kLargeChunk = 65536;
 inline void check_large(Communicator& comm, Device& device) {
   const auto stream = device.create_stream("test");
+  const Place place{comm, device, *stream};
   for (const int64_t count : {int64_t{12'001}, int64_t{60'001}})
-    check_reductions<float>(comm, device, *stream, count, ReduceOp::kSum, 11);
-  check_copies<float>(comm, device, *stream, DType::kF32, 60'001, 12);
+    check_reductions(place, {DType::kF32, 11}, count, ReduceOp::kSum);
+  check_reductions(place, {DType::kBF16, 13}, 40'001, ReduceOp::kAverage);
+  check_all_gather(place, {DType::kF32, 12}, 60'001);
+  check_all_to_all(place, {DType::kF32, 14}, 30'001, nullptr);
+  check_cycle(place, int64_t{2} << 20);  // 8 MB
+}
+
+// A trial of one dtype; for tests of other things that want to see the group work.
+template <typename T>
+void check_reductions(Communicator& comm, Device& device, Stream& stream, int64_t count, ReduceOp op,
+                      uint64_t seed) {
+  check_reductions(Place{comm, device, stream}, {dtype_of<T>(), seed}, count, op);
 }
 
 // Many collectives in flight on two streams, over the group and two of its subgroups.

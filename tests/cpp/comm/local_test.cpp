@@ -22,8 +22,9 @@ struct Place {
 class LocalGroup : public ::testing::TestWithParam<Place> {
  protected:
   Outcomes run(int64_t chunk_bytes, const std::function<void(Communicator&, Device&)>& rank_main,
-               uint64_t seed = 1) {
+               uint64_t seed = 1, ReduceMode mode = ReduceMode::kOrdered) {
     CommOptions options;
+    options.reduce_mode = mode;
     options.chunk_bytes = chunk_bytes;
     options.timeout = seconds(60);
     return run_on_threads(GetParam().size, options, {.executor = GetParam().executor, .schedule_seed = seed},
@@ -33,6 +34,11 @@ class LocalGroup : public ::testing::TestWithParam<Place> {
 
 TEST_P(LocalGroup, Conforms) {
   EXPECT_EQ(run(conformance::kSmallChunk, conformance::check_everything), all_ok(GetParam().size));
+}
+
+TEST_P(LocalGroup, ConformsInTheFastMode) {
+  EXPECT_EQ(run(conformance::kSmallChunk, conformance::check_everything_fast, 1, ReduceMode::kFast),
+            all_ok(GetParam().size));
 }
 
 TEST_P(LocalGroup, ConformsWithLargeChunks) {
@@ -201,26 +207,6 @@ TEST(LocalArguments, AreCheckedBeforeAnythingIsSent) {
       all_ok(2));
   EXPECT_THROW(make_local_communicators(0, {}), InvalidArgument);
   EXPECT_THROW(make_local_communicators(2, {.chunk_bytes = 0}), InvalidArgument);
-}
-
-TEST(LocalThreads, ConcurrentUseIsRefusedOrSerialised) {
-  EXPECT_EQ(run(2,
-                [](Communicator& comm, Device& device) {
-                  if (comm.rank() == 1) {
-                    std::this_thread::sleep_for(milliseconds(200));  // rank 0 is inside its barrier meanwhile
-                    return comm.barrier(seconds(20));
-                  }
-                  std::thread second([&] {
-                    std::this_thread::sleep_for(milliseconds(100));
-                    const auto stream = device.create_stream("test");
-                    EXPECT_THROW(
-                        comm.broadcast(conformance::to_device(device, std::vector<float>(1)), 0, *stream),
-                        InvalidArgument);
-                  });
-                  comm.barrier(seconds(20));
-                  second.join();
-                }),
-            all_ok(2));
 }
 
 TEST(LocalThreads, ManySmallCollectives) {
