@@ -13,7 +13,7 @@ import time
 from helpers import HANG_S, clean_environment
 
 PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/usr/local/sbin"])
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 NODES = ("n1", "n2")
 
 CONFIG = """
@@ -99,10 +99,18 @@ class Cluster:
         return self._run("srun", "--immediate=30", *map(str, arguments), **environment)
 
     def sbatch(self, *arguments, **environment):
-        """A batch job to its end: (exit code, what it printed)."""
+        """A batch job to its end: (whether it succeeded, what it printed)."""
         output = self.folder / "batch.out"
-        done = self._run("sbatch", "--wait", f"--output={output}", *map(str, arguments), **environment)
-        return done.returncode, output.read_text() + done.stderr
+        command = ("sbatch", "--parsable", f"--output={output}", *map(str, arguments))
+        submitted = self._run(*command, **environment)
+        assert submitted.returncode == 0, submitted.stderr
+
+        def state():
+            shown = self._run("scontrol", "--oneliner", "show", "job", submitted.stdout.strip()).stdout
+            return dict(pair.partition("=")[::2] for pair in shown.split()).get("JobState")
+
+        self._wait(lambda: state() not in ("PENDING", "RUNNING", "COMPLETING"))
+        return state() == "COMPLETED", output.read_text()
 
     def has_mpi(self, kind):
         # The list goes to stderr, or to stdout in later versions.

@@ -6,14 +6,15 @@ The agent owns MASTER_PORT and serves PyTorch's TCPStore there. Only its client 
 from __future__ import annotations
 
 import contextlib
-import datetime
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 from ..errors import CommError, NotAvailable, Timeout
 
 
 class AgentStore:
-    """Connects within limit_s. `key` names this attempt of this job.
+    """Connects, and gives up after limit_s in all. `key` names this attempt of this job.
 
     Raises:
         CommError: nobody serves there.
@@ -31,7 +32,8 @@ class AgentStore:
         self._where = f"torchrun's store at MASTER_ADDR={host} MASTER_PORT={port}, key {key!r}"
         self._key = key
         self._limit_s = limit_s
-        limit = datetime.timedelta(seconds=limit_s)
+        self._deadline = time.monotonic() + limit_s
+        limit = timedelta(seconds=limit_s)
         try:
             self._store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
         except (RuntimeError, ValueError) as error:
@@ -56,7 +58,9 @@ class AgentStore:
         Raises:
             Timeout: it did not within the limit.
         """
+        left_s = max(0.001, self._deadline - time.monotonic())
         try:
+            self._store.set_timeout(timedelta(seconds=left_s))
             text = self._store.get(self._key).decode("ascii")
         except RuntimeError as error:
             raise Timeout(

@@ -50,7 +50,7 @@ def _numbers(name: str, text: str, ranges: str) -> list[str]:
     for item in ranges.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if match is None or not first <= last < first + _MAX_ENTRIES:
+        if match is None or not first <= last < first + _MAX_ENTRIES - len(numbers):
             raise InvalidArgument(f"{name}={text!r}: [{ranges}] is not a list of ranges such as [01-03,7]")
         numbers += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
     return numbers

@@ -64,6 +64,7 @@ def wait_for(job_id: str, limit_s: float) -> Told:
     Raises:
         Timeout: it did not within limit_s.
         InvalidArgument: folder or file are not private.
+        CommError: they cannot be read.
     """
     path = _folder()
     start = time.monotonic()
@@ -192,14 +193,14 @@ def _remove_dead(folder: int) -> None:
 def _read_living(path: str, name: str) -> Told | None:
     try:
         folder = _open_folder(path)
+        try:
+            return _read(folder, name)
+        finally:
+            os.close(folder)
     except FileNotFoundError:
         return None
-    try:
-        return _read(folder, name)
-    except FileNotFoundError:
-        return None
-    finally:
-        os.close(folder)
+    except OSError as error:
+        raise CommError(f"cannot read {path}/{name}: {error.strerror}; {_REMEDY}") from None
 
 
 def _read(folder: int, name: str) -> Told | None:
@@ -213,7 +214,7 @@ def _read(folder: int, name: str) -> Told | None:
         content = json.loads(text)
         pid, start = int(content["pid"]), str(content["start"])
         what = Told(host=str(content["host"]), port=int(content["port"]), secret=str(content["secret"]))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise InvalidArgument(f"file {name} is not what rank 0 writes; remove it") from None
     return what if _start_of(pid) == start else None
 
