@@ -20,6 +20,7 @@ SUFFIXES = {".cmake", ".cpp", ".cu", ".cuh", ".h", ".in"} | {
     ".md",
     ".py",
     ".pyi",
+    ".sbatch",
     ".sh",
     ".toml",
     ".txt",
@@ -44,7 +45,7 @@ def comments(path: Path, text: str) -> Iterator[tuple[int, str]]:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             if token.type == tokenize.COMMENT:
                 yield token.start[0], token.string
-    elif path.suffix in (".sh", ".cmake") or path.name in ("CMakeLists.txt", "run"):
+    elif path.suffix in (".sh", ".sbatch", ".cmake") or path.name in ("CMakeLists.txt", "run"):
         for number, line in enumerate(text.splitlines(), start=1):
             if "#" in line:
                 yield number, line[line.index("#") :]

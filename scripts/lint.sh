@@ -56,7 +56,7 @@ missing() {
 check_shell() {
   have shellcheck || missing shellcheck || return 1
   have shellcheck || return 0
-  shellcheck --external-sources scripts/*.sh .ci/run
+  shellcheck --external-sources scripts/*.sh scripts/launch/* .ci/run
 }
 
 # Every source of the core as the dev build compiles it; the kernels are left out, since their

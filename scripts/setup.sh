@@ -49,6 +49,12 @@ optional_packages() {
   if [ "$PROFILE" = dev ]; then
     have shellcheck || echo shellcheck
     have clang-tidy || echo clang-tidy
+    # Launchers for the tests, which call these commands by name: openmpi-bin and mpich both offer an mpirun.
+    have mpirun.openmpi || echo openmpi-bin
+    have mpiexec.hydra || echo mpich
+    # Daemons, which PATH may not show to an ordinary user.
+    [ -x /usr/sbin/slurmctld ] || have slurmctld || echo slurm-wlm
+    [ -x /usr/sbin/munged ] || have munged || echo munge
   fi
 }
 

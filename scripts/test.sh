@@ -99,8 +99,8 @@ run_part() {
 scripts/setup.sh --dev || exit 1
 # CMake and Ninja may be those of the environment (scripts/setup.sh).
 export PATH="$PATH:$VENV/bin"
-# Tests treat a missing PyTorch as a failure, not as a reason to skip.
-export POLYREME_REQUIRE_TORCH=1
+# Tests treat a missing PyTorch or launcher as a failure, not as a reason to skip.
+export POLYREME_REQUIRE_TORCH=1 POLYREME_REQUIRE_LAUNCHERS=1
 
 START=${EPOCHREALTIME/[^0-9]/}
 for part in "${PARTS[@]}"; do run_part "$part"; done

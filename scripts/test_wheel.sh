@@ -16,7 +16,7 @@ WORK="$(mktemp -d "${TMPDIR:-/tmp}/polyreme-wheel-XXXXXX")"
 trap 'rm -rf "$WORK"' EXIT
 # The build runs in a temporary folder of pip's; see lib.sh.
 export CCACHE_BASEDIR="${TMPDIR:-/tmp}"
-unset PYTHONPATH POLYREME_REQUIRE_TORCH
+unset PYTHONPATH POLYREME_REQUIRE_TORCH POLYREME_REQUIRE_LAUNCHERS
 
 build_sdist() { "$VENV/bin/python" -m build --sdist --no-isolation --outdir "$WORK" "$ROOT"; }
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import weakref
 from dataclasses import dataclass
 
 from . import _core
 from .checks import MAX_THREADS, check_int, check_timeout
-from .environment import RankEnvironment, read_rank_environment
+from .environment import RankEnvironment, meet, read_rank_environment
 from .errors import NotAvailable
 
 __all__ = ["Lanes", "World", "init"]
@@ -34,9 +35,10 @@ class Lanes:
 class World:
     """All ranks of the job, with this rank's device. Made by `init`."""
 
-    def __init__(self, core: _core.World, local_rank: int = 0) -> None:
+    def __init__(self, core: _core.World, local_rank: int = 0, local_size: int = 1) -> None:
         self._core = core
         self.local_rank = local_rank
+        self.local_size = local_size
         # Collectives in flight use memory of Python: they end before the interpreter does.
         weakref.finalize(self, core.stop_background, "the process is ending")
 
@@ -91,16 +93,18 @@ def init(
     Args:
         device: "cpu".
         num_threads: threads of this rank's operations; default POLYREME_NUM_THREADS, or the CPUs
-            of this process divided by the ranks. Does not change the bits.
+            that Slurm gave each task, or the CPUs of this process divided by the ranks of this host.
+            Does not change the bits.
         isa: "auto", "avx2" or "avx512"; all ranks use the lowest level among them.
         executor: "immediate", or "deferred" to test the ordering of operations (slow).
         timeout_s: limit of one collective among live ranks.
         init_timeout_s: limit of this call.
-        environment: who this rank is; default: from the launcher's variables.
+        environment: who this rank is; default: from the launcher's variables (polyreme.environment
+            says whose).
 
     Raises:
         InvalidArgument: contradicting variables or arguments.
-        NotAvailable: a device or launcher that this build does not have.
+        NotAvailable: a device that this build does not have.
         Timeout: ranks did not come; names them.
     """
     if num_threads is not None:
@@ -110,24 +114,34 @@ def init(
     if device != "cpu":
         raise NotAvailable(f"device={device!r}: this version trains on 'cpu'; see `polyreme doctor`")
     env = environment if environment is not None else read_rank_environment()
-    if num_threads is None:
-        num_threads = env.num_threads or max(1, len(os.sched_getaffinity(0)) // env.size)
-    core = _core.make_world(
-        rank=env.rank,
-        size=env.size,
-        master_addr=env.master_addr,
-        master_port=env.master_port,
-        store_fd=-1 if env.store_fd is None else env.store_fd,
-        secret=env.secret,
-        job_id=env.job_id,
-        init_timeout_s=init_timeout_s,
-        timeout_s=timeout_s,
-        # A port that the launcher holds accepts from the start; rank 0 answers once it is here.
-        greeting_limit_s=init_timeout_s if env.port_is_held else 3.0,
-        num_threads=num_threads,
-        isa=isa,
-        executor=executor,
-        schedule_seed=0,
-        progress=logging.getLogger("polyreme").warning,
-    )
-    return World(core, env.local_rank)
+    start = time.monotonic()
+    with meet(env, init_timeout_s) as meeting:
+        left_s = max(0.001, init_timeout_s - (time.monotonic() - start))
+        core = _core.make_world(
+            rank=env.rank,
+            size=env.size,
+            master_addr=meeting.host,
+            master_port=meeting.port,
+            store_fd=-1 if meeting.store_fd is None else meeting.store_fd,
+            secret=meeting.secret,
+            job_id=meeting.job_id,
+            init_timeout_s=left_s,
+            timeout_s=timeout_s,
+            # A port that is held accepts from the start; rank 0 answers once it is here.
+            greeting_limit_s=left_s if meeting.is_held else 3.0,
+            num_threads=num_threads or _default_threads(env),
+            isa=isa,
+            executor=executor,
+            schedule_seed=0,
+            progress=logging.getLogger("polyreme").warning,
+        )
+    return World(core, env.local_rank, env.local_size)
+
+
+def _default_threads(env: RankEnvironment) -> int:
+    usable = len(os.sched_getaffinity(0))
+    if env.num_threads is not None:
+        return env.num_threads
+    if env.cpus_per_rank is not None:
+        return min(env.cpus_per_rank, usable)
+    return max(1, usable // env.local_size)

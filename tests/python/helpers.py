@@ -116,7 +116,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 def clean_environment(**more):
     """The environment without a launcher's variables, in which the same package is found, and this module."""
-    launch = re.compile(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|POLYREME_|OMP_NUM|OMPI_|PMI|SLURM_|TORCHELASTIC)")
+    launch = re.compile(
+        r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|POLYREME_|OMP_NUM|OMPI_|PMI|MPI_LOCAL|PALS_|SLURM|TORCHELASTIC)"
+    )
     environment = {name: value for name, value in os.environ.items() if not launch.match(name)}
     package = str(Path(pr.__file__).parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(
