@@ -1,0 +1,170 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "comm/collective.h"
+
+namespace polyreme {
+
+// How far a journalled operation came. Failed: it threw.
+enum class OperationState : uint8_t { kEnqueued = 1, kRunning, kDone, kFailed };
+// What else a rank writes down. kStall: the store did not hear it for a while; kFailure: why it gave up.
+enum class JournalEvent : uint32_t { kNone, kStall, kFailure };
+
+// The layout of a journal: header, groups, world ranks of their members, events, ring of operations. The
+// header tells all sizes and the names of all numbers, so a reader needs no list of its own. Fixed-size
+// text is cut, and filled with zeros. Whoever changes the layout raises kVersion.
+namespace journal_layout {
+
+inline constexpr char kMagic[8] = {'P', 'L', 'Y', 'J', 'R', 'N', 'L', '\n'};
+inline constexpr uint32_t kVersion = 1;
+inline constexpr size_t kLabelBytes = 32;
+
+struct Header {
+  char magic[8];
+  uint32_t version, header_bytes;
+  uint32_t group_bytes, max_groups;
+  uint32_t max_members, event_bytes;
+  uint32_t max_events, operation_bytes;
+  uint32_t num_slots;
+  int32_t rank, world_size;
+  uint32_t reserved;
+  int64_t pid;
+  int64_t start_ns;        // CLOCK_MONOTONIC, as all times
+  int64_t wall_offset_ns;  // what is to be added for the time since 1970
+  char host[64], boot_id[40], job_id[104];
+  char operation_names[32][16], dtype_names[16][12], reduction_names[8][12], state_names[8][12];
+  std::atomic<uint64_t> num_operations;  // begun so far; the ring holds the last num_slots of them
+  std::atomic<uint32_t> num_groups, num_members, num_events;
+  std::atomic<int64_t> heard_ns;  // when the watch last ran
+  std::atomic<int64_t> ended_ns;  // 0 if the journal was not closed in order
+};
+
+struct Group {
+  char name[64];
+  int32_t rank, size;
+  uint32_t first_member;  // into the table of members, `size` of them; UINT32_MAX if it was full
+  std::atomic<uint32_t> ready;
+};
+
+struct EventRecord {
+  std::atomic<uint32_t> kind;  // JournalEvent, written last
+  uint32_t reserved;
+  int64_t time_ns, duration_ns;
+  char text[488];
+};
+
+// The slot of operation n is n % num_slots. `mark` is 2n + 2 when it was written, odd before: a reader
+// leaves odd ones out. Times and state change later on, each by one store.
+struct Operation {
+  std::atomic<uint64_t> mark;
+  uint64_t sequence;
+  int64_t count, num_bytes;
+  int64_t enqueued_ns;
+  std::atomic<int64_t> started_ns, ended_ns;  // 0 before
+  uint32_t group;
+  int32_t root;
+  uint8_t operation, dtype, reduction;
+  std::atomic<uint8_t> state;  // OperationState
+  char label[kLabelBytes];
+  char reserved[28];
+};
+
+static_assert(sizeof(Header) <= 4096 && sizeof(Group) == 80 && sizeof(EventRecord) == 512 &&
+              sizeof(Operation) == 128);
+static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+}  // namespace journal_layout
+
+struct JournalOptions {
+  // Where rank-00003.journal goes: made with mode 0700 if it is not there. Empty: memory of this process.
+  std::string directory;
+  int rank = 0;
+  int world_size = 1;
+  std::string job_id;
+  uint32_t num_slots = 1 << 14;  // operations in the ring
+};
+
+// What one process did in its groups: a ring of the last operations. In a file the ring is mapped memory,
+// so that it outlives even SIGKILL, without any code that runs at the end. Writing takes no lock, no
+// memory and no system call. From any thread; the ring wraps around 2^14 operations later, so no operation
+// is in flight that long.
+class Journal {
+ public:
+  // Throws InvalidArgument for a directory or an old journal there that is not this user's own,
+  // OutOfMemory if there is no room for the file (2 MiB), CommError if it cannot be made.
+  explicit Journal(const JournalOptions& options);
+  ~Journal();
+  Journal(const Journal&) = delete;
+  Journal& operator=(const Journal&) = delete;
+
+  // `members` are world ranks in the order of the group; empty for the whole world. Returns its number.
+  // When the table is full, all further groups share the last entry, without a name.
+  uint32_t add_group(std::string_view name, int rank, const std::vector<int>& members);
+  std::vector<int> members(uint32_t group) const;
+
+  // Returns a ticket for the two functions below.
+  uint64_t enqueue(uint32_t group, const CollectiveCall& call, int64_t num_bytes,
+                   const char (&label)[journal_layout::kLabelBytes]) noexcept;
+  void start(uint64_t ticket) noexcept;
+  void end(uint64_t ticket, bool failed) noexcept;
+
+  // The first 64 are kept.
+  void note(JournalEvent kind, std::string_view text, int64_t duration_ns = 0) noexcept;
+  void set_heard() noexcept;
+
+  // Empty in memory.
+  const std::string& path() const { return path_; }
+  const void* address() const { return address_; }
+  size_t size_bytes() const { return size_bytes_; }
+
+ private:
+  journal_layout::Header& header() const { return *static_cast<journal_layout::Header*>(address_); }
+  void write_header(const JournalOptions& options);
+  journal_layout::Operation* slot_of(uint64_t ticket) const;
+
+  std::string path_;
+  size_t size_bytes_ = 0;
+  void* address_ = nullptr;
+  uint32_t num_slots_;
+  journal_layout::Group* groups_ = nullptr;
+  std::atomic<int32_t>* members_ = nullptr;
+  journal_layout::EventRecord* events_ = nullptr;
+  journal_layout::Operation* ring_ = nullptr;
+};
+
+// One group's way into the journal: what a communicator holds. Without a journal it does nothing. Belongs
+// to one thread at a time, but for `start` and `end`.
+class GroupJournal {
+ public:
+  GroupJournal() = default;
+  GroupJournal(std::shared_ptr<Journal> journal, std::string_view name, int rank,
+               const std::vector<int>& members);
+  // Of a group that was split from this one; `members` are ranks of this group.
+  GroupJournal subgroup(std::string_view name, int rank, const std::vector<int>& members) const;
+
+  // Goes with the operations that are enqueued from now on; cut to 32 bytes.
+  void set_label(std::string_view label) noexcept;
+  uint64_t enqueue(const CollectiveCall& call, int64_t num_bytes) const noexcept {
+    return journal_ ? journal_->enqueue(group_, call, num_bytes, label_) : 0;
+  }
+  void start(uint64_t ticket) const noexcept {
+    if (journal_) journal_->start(ticket);
+  }
+  void end(uint64_t ticket, bool failed) const noexcept {
+    if (journal_) journal_->end(ticket, failed);
+  }
+
+ private:
+  std::shared_ptr<Journal> journal_;
+  uint32_t group_ = 0;
+  char label_[journal_layout::kLabelBytes] = {};
+};
+
+}  // namespace polyreme
