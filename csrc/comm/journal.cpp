@@ -238,6 +238,11 @@ void Journal::end(uint64_t ticket, bool failed) noexcept {
   slot->state.store(static_cast<uint8_t>(state), std::memory_order_release);
 }
 
+void Journal::withdraw(uint64_t ticket) noexcept {
+  Operation* const slot = slot_of(ticket);
+  if (slot != nullptr) slot->mark.store(2 * ticket + 1, std::memory_order_release);
+}
+
 void Journal::note(JournalEvent kind, std::string_view text, int64_t duration_ns) noexcept {
   const uint32_t number = header().num_events.fetch_add(1);
   if (number >= kMaxEvents) return;

@@ -109,11 +109,13 @@ class Journal {
   uint32_t add_group(std::string_view name, int rank, const std::vector<int>& members);
   std::vector<int> members(uint32_t group) const;
 
-  // Returns a ticket for the two functions below.
+  // Returns a ticket for the functions below.
   uint64_t enqueue(uint32_t group, const CollectiveCall& call, int64_t num_bytes,
                    const char (&label)[journal_layout::kLabelBytes]) noexcept;
   void start(uint64_t ticket) noexcept;
   void end(uint64_t ticket, bool failed) noexcept;
+  // It was never issued: the device refused it.
+  void withdraw(uint64_t ticket) noexcept;
 
   // The first 64 are kept.
   void note(JournalEvent kind, std::string_view text, int64_t duration_ns = 0) noexcept;
@@ -140,7 +142,7 @@ class Journal {
 };
 
 // One group's way into the journal: what a communicator holds. Without a journal it does nothing. Belongs
-// to one thread at a time, but for `start` and `end`.
+// to one thread at a time, but for what takes a ticket.
 class GroupJournal {
  public:
   GroupJournal() = default;
@@ -159,6 +161,9 @@ class GroupJournal {
   }
   void end(uint64_t ticket, bool failed) const noexcept {
     if (journal_) journal_->end(ticket, failed);
+  }
+  void withdraw(uint64_t ticket) const noexcept {
+    if (journal_) journal_->withdraw(ticket);
   }
 
  private:
