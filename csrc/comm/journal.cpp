@@ -10,11 +10,10 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <numeric>
 
 #include "base/error.h"
 #include "comm/shared_memory/process.h"
-#include "comm/tcp_store/socket.h"
+#include "comm/net/socket.h"
 
 namespace polyreme {
 namespace {
@@ -23,7 +22,6 @@ using namespace journal_layout;
 
 constexpr uint32_t kMaxGroups = 256;
 constexpr uint32_t kMaxEvents = 64;
-constexpr uint32_t kNoMembers = UINT32_MAX;
 constexpr size_t kHeaderBytes = 4096;
 
 int64_t clock_ns(clockid_t clock) {
@@ -98,9 +96,7 @@ FileDescriptor make_file(const FileDescriptor& directory, const char* name, cons
 Journal::Journal(const JournalOptions& options) : num_slots_(options.num_slots) {
   require(num_slots_ >= 1 && num_slots_ <= 1 << 20, "journal: num_slots is ", num_slots_,
           "; expected 1 to 2^20");
-  const uint32_t max_members = static_cast<uint32_t>(std::max(4096, 8 * options.world_size));
-  const size_t members_at = kHeaderBytes + kMaxGroups * sizeof(Group);
-  const size_t events_at = members_at + max_members * sizeof(int32_t);
+  const size_t events_at = kHeaderBytes + kMaxGroups * sizeof(Group);
   const size_t ring_at = events_at + kMaxEvents * sizeof(EventRecord);
   size_bytes_ = ring_at + num_slots_ * sizeof(Operation);
 
@@ -119,10 +115,8 @@ Journal::Journal(const JournalOptions& options) : num_slots_(options.num_slots) 
                        " bytes: ", std::strerror(errno));
   char* const base = static_cast<char*>(address_);
   groups_ = reinterpret_cast<Group*>(base + kHeaderBytes);
-  members_ = reinterpret_cast<std::atomic<int32_t>*>(base + members_at);
   events_ = reinterpret_cast<EventRecord*>(base + events_at);
   ring_ = reinterpret_cast<Operation*>(base + ring_at);
-  header().max_members = max_members;
   write_header(options);
 }
 
@@ -157,41 +151,21 @@ void Journal::write_header(const JournalOptions& options) {
   std::memcpy(head.magic, kMagic, sizeof(kMagic));  // last: a half-made journal is none
 }
 
-uint32_t Journal::add_group(std::string_view name, int rank, const std::vector<int>& members) {
-  Header& head = header();
-  const uint32_t number = head.num_groups.fetch_add(1);
-  if (number >= kMaxGroups - 1) {
-    head.num_groups.store(kMaxGroups);
-    groups_[kMaxGroups - 1].ready.store(1, std::memory_order_release);
-    return kMaxGroups - 1;
-  }
-  std::vector<int> ranks = members;
-  if (ranks.empty()) {
-    ranks.resize(static_cast<size_t>(head.world_size));
-    std::iota(ranks.begin(), ranks.end(), 0);
+uint32_t Journal::add_group(std::string_view name, int rank, int size, const Origin& origin) noexcept {
+  const uint32_t number = std::min(header().num_groups.fetch_add(1), kMaxGroups - 1);
+  if (number == kMaxGroups - 1) {  // stands for many: never ready
+    header().num_groups.store(kMaxGroups);
+    return number;
   }
   Group& group = groups_[number];
   copy_text(group.name, name);
   group.rank = rank;
-  group.size = static_cast<int32_t>(ranks.size());
-  const auto count = static_cast<uint32_t>(ranks.size());
-  const uint32_t first = head.num_members.load() + count <= head.max_members
-                             ? head.num_members.fetch_add(count)
-                             : kNoMembers;
-  const bool fits = first != kNoMembers && first + count <= head.max_members;
-  group.first_member = fits ? first : kNoMembers;
-  for (uint32_t i = 0; fits && i < count; ++i) members_[first + i].store(ranks[i]);
+  group.size = size;
+  group.parent = origin.parent;
+  group.color = origin.color;
+  group.split_sequence = origin.split_sequence;
   group.ready.store(1, std::memory_order_release);
   return number;
-}
-
-std::vector<int> Journal::members(uint32_t group) const {
-  const Group& entry = groups_[group];
-  std::vector<int> ranks;
-  if (entry.first_member == kNoMembers) return ranks;
-  for (int32_t i = 0; i < entry.size; ++i)
-    ranks.push_back(members_[entry.first_member + static_cast<uint32_t>(i)].load());
-  return ranks;
 }
 
 uint64_t Journal::enqueue(uint32_t group, const CollectiveCall& call, int64_t num_bytes,
@@ -257,18 +231,9 @@ void Journal::set_heard() noexcept {
   header().heard_ns.store(clock_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
 }
 
-GroupJournal::GroupJournal(std::shared_ptr<Journal> journal, std::string_view name, int rank,
-                           const std::vector<int>& members)
-    : journal_(std::move(journal)), group_(journal_ ? journal_->add_group(name, rank, members) : 0) {}
-
-GroupJournal GroupJournal::subgroup(std::string_view name, int rank, const std::vector<int>& members) const {
-  if (!journal_) return {};
-  const std::vector<int> world_ranks = journal_->members(group_);
-  std::vector<int> ranks;
-  for (const int member : members)
-    ranks.push_back(world_ranks.empty() ? -1 : world_ranks[static_cast<size_t>(member)]);
-  return {journal_, name, rank, ranks};
-}
+GroupJournal::GroupJournal(std::shared_ptr<Journal> journal, std::string_view name, int rank, int size,
+                           const Journal::Origin& origin)
+    : journal_(std::move(journal)), group_(journal_ ? journal_->add_group(name, rank, size, origin) : 0) {}
 
 void GroupJournal::set_label(std::string_view label) noexcept { copy_text(label_, label); }
 

@@ -1,12 +1,10 @@
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "comm/collective.h"
 
@@ -17,9 +15,9 @@ enum class OperationState : uint8_t { kEnqueued = 1, kRunning, kDone, kFailed };
 // What else a rank writes down. kStall: the store did not hear it for a while; kFailure: why it gave up.
 enum class JournalEvent : uint32_t { kNone, kStall, kFailure };
 
-// The layout of a journal: header, groups, world ranks of their members, events, ring of operations. The
-// header tells all sizes and the names of all numbers, so a reader needs no list of its own. Fixed-size
-// text is cut, and filled with zeros. Whoever changes the layout raises kVersion.
+// The layout of a journal: header, groups, events, ring of operations. The header tells all sizes and the
+// names of all numbers, so a reader needs no list of its own. Fixed-size text is cut, and filled with zeros.
+// Whoever changes the layout raises kVersion.
 namespace journal_layout {
 
 inline constexpr char kMagic[8] = {'P', 'L', 'Y', 'J', 'R', 'N', 'L', '\n'};
@@ -30,28 +28,32 @@ struct Header {
   char magic[8];
   uint32_t version, header_bytes;
   uint32_t group_bytes, max_groups;
-  uint32_t max_members, event_bytes;
-  uint32_t max_events, operation_bytes;
-  uint32_t num_slots;
+  uint32_t event_bytes, max_events;
+  uint32_t operation_bytes, num_slots;
   int32_t rank, world_size;
-  uint32_t reserved;
   int64_t pid;
   int64_t start_ns;        // CLOCK_MONOTONIC, as all times
   int64_t wall_offset_ns;  // what is to be added for the time since 1970
   char host[64], boot_id[40], job_id[104];
   char operation_names[32][16], dtype_names[16][12], reduction_names[8][12], state_names[8][12];
   std::atomic<uint64_t> num_operations;  // begun so far; the ring holds the last num_slots of them
-  std::atomic<uint32_t> num_groups, num_members, num_events;
+  std::atomic<uint32_t> num_groups, num_events;
   std::atomic<int64_t> heard_ns;  // when the watch last ran
   std::atomic<int64_t> ended_ns;  // 0 if the journal was not closed in order
 };
 
+// Which group this is on another rank: of the world, the n-th without a parent; else the one that the same
+// split of the same parent made for the same color.
 struct Group {
   char name[64];
   int32_t rank, size;
-  uint32_t first_member;  // into the table of members, `size` of them; UINT32_MAX if it was full
+  uint32_t parent;  // kNoParent; smaller than its own number
+  int32_t color;
+  uint64_t split_sequence;
   std::atomic<uint32_t> ready;
+  uint32_t reserved;
 };
+inline constexpr uint32_t kNoParent = UINT32_MAX;
 
 struct EventRecord {
   std::atomic<uint32_t> kind;  // JournalEvent, written last
@@ -76,7 +78,7 @@ struct Operation {
   char reserved[28];
 };
 
-static_assert(sizeof(Header) <= 4096 && sizeof(Group) == 80 && sizeof(EventRecord) == 512 &&
+static_assert(sizeof(Header) <= 4096 && sizeof(Group) == 96 && sizeof(EventRecord) == 512 &&
               sizeof(Operation) == 128);
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
@@ -104,10 +106,14 @@ class Journal {
   Journal(const Journal&) = delete;
   Journal& operator=(const Journal&) = delete;
 
-  // `members` are world ranks in the order of the group; empty for the whole world. Returns its number.
-  // When the table is full, all further groups share the last entry, without a name.
-  uint32_t add_group(std::string_view name, int rank, const std::vector<int>& members);
-  std::vector<int> members(uint32_t group) const;
+  struct Origin {
+    uint32_t parent = journal_layout::kNoParent;
+    int color = 0;
+    uint64_t split_sequence = 0;
+  };
+  // Returns the number of the group. When the table is full (256), all further ones share the last number,
+  // and cannot be told apart.
+  uint32_t add_group(std::string_view name, int rank, int size, const Origin& origin) noexcept;
 
   // Returns a ticket for the functions below.
   uint64_t enqueue(uint32_t group, const CollectiveCall& call, int64_t num_bytes,
@@ -136,7 +142,6 @@ class Journal {
   void* address_ = nullptr;
   uint32_t num_slots_;
   journal_layout::Group* groups_ = nullptr;
-  std::atomic<int32_t>* members_ = nullptr;
   journal_layout::EventRecord* events_ = nullptr;
   journal_layout::Operation* ring_ = nullptr;
 };
@@ -146,10 +151,12 @@ class Journal {
 class GroupJournal {
  public:
   GroupJournal() = default;
-  GroupJournal(std::shared_ptr<Journal> journal, std::string_view name, int rank,
-               const std::vector<int>& members);
-  // Of a group that was split from this one; `members` are ranks of this group.
-  GroupJournal subgroup(std::string_view name, int rank, const std::vector<int>& members) const;
+  GroupJournal(std::shared_ptr<Journal> journal, std::string_view name, int rank, int size)
+      : GroupJournal(std::move(journal), name, rank, size, Journal::Origin()) {}
+  // Of a group that a split of this one made.
+  GroupJournal subgroup(std::string_view name, int rank, int size, int color, uint64_t split_sequence) const {
+    return {journal_, name, rank, size, {group_, color, split_sequence}};
+  }
 
   // Goes with the operations that are enqueued from now on; cut to 32 bytes.
   void set_label(std::string_view label) noexcept;
@@ -167,6 +174,9 @@ class GroupJournal {
   }
 
  private:
+  GroupJournal(std::shared_ptr<Journal> journal, std::string_view name, int rank, int size,
+               const Journal::Origin& origin);
+
   std::shared_ptr<Journal> journal_;
   uint32_t group_ = 0;
   char label_[journal_layout::kLabelBytes] = {};

@@ -18,12 +18,9 @@ from .journal import Journal, clean, read_directory
 
 __all__ = ["Report", "examine", "render"]
 
-# Their sequence numbers are not those of the other ranks.
-_NOT_COLLECTIVE = {"send", "recv"}
+# Numbered by each rank for itself.
+_NOT_COLLECTIVE = {"exchange"}
 _FIELDS = ("operation", "dtype", "count", "reduction", "root")
-
-# (name, members, how many groups of that name and those members the rank made before)
-_GroupKey = tuple[str, tuple[int, ...], int]
 
 
 @dataclass
@@ -32,17 +29,17 @@ class StuckOperation:
 
     missing: ranks that never arrived, with what they did last and what they posted next.
     waiting: seconds that the others waited, by rank; None where the journal does not tell.
-    unknown: members without a journal.
+    unknown: how many members have no journal.
     """
 
     group: str
-    members: list[int]
+    members: list[int]  # that have a journal
     sequence: int
     operation: str
     label: str
     missing: dict[int, dict[str, str]]
     waiting: dict[int, float | None]
-    unknown: list[int]
+    unknown: int
 
 
 @dataclass
@@ -123,11 +120,11 @@ def examine(folder: Path) -> Report:
                 stall = {"rank": rank, "seconds": note.duration_ns / 1e9, "text": note.text}
                 report.stalls.append(stall)
     groups = _collect_groups(ours)
-    for key, parts in groups.items():
-        mismatch = _find_mismatch(key, parts, ours)
+    for group in groups:
+        mismatch = _find_mismatch(group, ours)
         if mismatch is not None:
             report.mismatches.append(mismatch)
-        stuck = _find_stuck(key, parts, ours)
+        stuck = _find_stuck(group, ours)
         if stuck is not None:
             report.stuck.append(stuck)
     report.lags = _measure_lags(groups, ours)
@@ -138,30 +135,32 @@ def _file_name(journal: Journal) -> str:
     return f"rank-{journal.rank:05d}.journal"
 
 
-def _collect_groups(journals: dict[int, Journal]) -> dict[_GroupKey, dict[int, NDArray[Any]]]:
-    """The collectives of each group by world rank. Groups of unknown members cannot be matched."""
-    groups: dict[_GroupKey, dict[int, NDArray[Any]]] = {}
+@dataclass
+class _Group:
+    """A group over the journals; parts: its collectives by world rank, in the order of their sequence."""
+
+    name: str
+    size: int
+    parts: dict[int, NDArray[Any]] = field(default_factory=dict)
+
+
+def _collect_groups(journals: dict[int, Journal]) -> list[_Group]:
+    groups: dict[tuple[Any, ...], _Group] = {}
     for rank, journal in journals.items():
-        seen: dict[tuple[str, tuple[int, ...]], int] = {}
         alone = [number for number, name in enumerate(journal.names["operation"]) if name in _NOT_COLLECTIVE]
         collectives = journal.operations[~np.isin(journal.operations["operation"], alone)]
-        for number, group in enumerate(journal.groups):
-            if not group.members:
-                continue
-            count = seen.get((group.name, group.members), 0)
-            seen[group.name, group.members] = count + 1
-            mine = collectives[collectives["group"] == number]
-            mine = mine[np.argsort(mine["sequence"], kind="stable")]
-            groups.setdefault((group.name, group.members, count), {})[rank] = mine
-    return groups
+        for number, own in enumerate(journal.groups):
+            if own.key is not None:
+                mine = collectives[collectives["group"] == number]
+                mine = mine[np.argsort(mine["sequence"], kind="stable")]
+                groups.setdefault(own.key, _Group(own.name, own.size)).parts[rank] = mine
+    return list(groups.values())
 
 
-def _find_mismatch(
-    key: _GroupKey, parts: dict[int, NDArray[Any]], journals: dict[int, Journal]
-) -> Mismatch | None:
+def _find_mismatch(group: _Group, journals: dict[int, Journal]) -> Mismatch | None:
     rows = [
-        np.stack([part["sequence"].astype(np.int64), *(part[name].astype(np.int64) for name in _FIELDS)], 1)
-        for part in parts.values()
+        np.stack([part[name].astype(np.int64) for name in ("sequence", *_FIELDS)], axis=1)
+        for part in group.parts.values()
     ]
     different = np.unique(np.concatenate(rows), axis=0)[:, 0]
     repeated = different[1:][different[1:] == different[:-1]]
@@ -169,15 +168,14 @@ def _find_mismatch(
         return None
     sequence = int(repeated[0])
     calls: dict[str, list[int]] = {}
-    for rank, part in parts.items():
+    for rank, part in group.parts.items():
         for operation in part[part["sequence"] == sequence]:
             calls.setdefault(journals[rank].describe(operation), []).append(rank)
-    return Mismatch(key[0], sequence, dict(sorted(calls.items(), key=lambda call: len(call[1]))))
+    return Mismatch(group.name, sequence, dict(sorted(calls.items(), key=lambda call: len(call[1]))))
 
 
-def _find_stuck(
-    key: _GroupKey, parts: dict[int, NDArray[Any]], journals: dict[int, Journal]
-) -> StuckOperation | None:
+def _find_stuck(group: _Group, journals: dict[int, Journal]) -> StuckOperation | None:
+    parts = group.parts
     open_at: list[int] = []
     for rank, part in parts.items():
         unfinished = part[part["state"] != journals[rank].state("done")]
@@ -187,9 +185,7 @@ def _find_stuck(
     sequence = min(open_at)
     arrived = {rank: part[part["sequence"] == sequence] for rank, part in parts.items()}
     passed = {rank for rank, part in parts.items() if len(part) and int(part["sequence"][-1]) > sequence}
-    missing = [
-        rank for rank in key[1] if rank in journals and rank not in passed and len(arrived.get(rank, ())) == 0
-    ]
+    missing = [rank for rank, found in arrived.items() if len(found) == 0 and rank not in passed]
     waiting = {
         rank: _waited_s(found[0], journals[rank])
         for rank, found in arrived.items()
@@ -198,14 +194,14 @@ def _find_stuck(
     witness = next(rank for rank, found in arrived.items() if len(found))
     call = arrived[witness][0]
     return StuckOperation(
-        group=key[0],
-        members=list(key[1]),
+        group=group.name,
+        members=list(parts),
         sequence=sequence,
         operation=journals[witness].describe(call),
         label=clean(call["label"]),
         missing={rank: _last_and_next(journals[rank]) for rank in missing},
         waiting=waiting,
-        unknown=[rank for rank in key[1] if rank not in journals],
+        unknown=max(0, group.size - len(parts)),
     )
 
 
@@ -229,21 +225,19 @@ def _last_and_next(journal: Journal) -> dict[str, str]:
     return result
 
 
-def _measure_lags(
-    groups: dict[_GroupKey, dict[int, NDArray[Any]]], journals: dict[int, Journal]
-) -> list[Lag]:
-    """Over operations in which all members of a group with journals took part, the slowest rank first."""
+def _measure_lags(groups: list[_Group], journals: dict[int, Journal]) -> list[Lag]:
+    """Over operations at which all members with a journal arrived; the slowest rank first."""
     one_host = len({journal.boot_id for journal in journals.values()}) == 1
     lags: dict[int, list[NDArray[Any]]] = {rank: [] for rank in journals}
     last = dict.fromkeys(journals, 0)
     worst = dict.fromkeys(journals, (-1, ""))
-    for (name, *_), parts in groups.items():
-        started = {rank: part[part["started_ns"] > 0] for rank, part in parts.items()}
+    for group in groups:
+        started = {rank: part[part["started_ns"] > 0] for rank, part in group.parts.items()}
         common: NDArray[Any] | None = None
         for part in started.values():
             found = np.unique(part["sequence"])
             common = found if common is None else np.intersect1d(common, found)
-        if len(parts) < 2 or common is None or len(common) == 0:
+        if len(started) < 2 or common is None or len(common) == 0:
             continue
         times = []
         for rank, part in started.items():
@@ -254,7 +248,9 @@ def _measure_lags(
             lags[rank].append(late[row])
             last[rank] += int((np.argmax(late, axis=0) == row).sum())
             at = int(np.argmax(late[row]))
-            worst[rank] = max(worst[rank], (int(late[row][at]), f"group '{name}', sequence {common[at]}"))
+            worst[rank] = max(
+                worst[rank], (int(late[row][at]), f"group '{group.name}', sequence {common[at]}")
+            )
     result = [
         Lag(
             rank=rank,
@@ -320,7 +316,7 @@ def _render_stuck(stuck: StuckOperation) -> list[str]:
     for rank, did in stuck.missing.items():
         lines.append(f"    rank {rank} last ended {did['last']}; posted next: {did['next']}")
     if stuck.unknown:
-        lines.append(f"    not known, for want of a journal: {ranks_text(stuck.unknown)}")
+        lines.append(f"    not known, for want of a journal: {stuck.unknown} of its ranks")
     for rank, seconds in stuck.waiting.items():
         how_long = "for an unknown time" if seconds is None else f"{seconds:.1f} s"
         lines.append(f"    rank {rank} waited {how_long}")

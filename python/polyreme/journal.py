@@ -19,29 +19,31 @@ __all__ = ["Group", "Journal", "JournalError", "Note", "clean", "read_directory"
 
 _MAGIC = b"PLYJRNL\n"
 _VERSION = 1
-_LARGEST = {"max_groups": 1 << 12, "max_members": 1 << 24, "max_events": 1 << 12, "num_slots": 1 << 20}
-_NO_MEMBERS = 0xFFFFFFFF
+_LARGEST = {"max_groups": 1 << 12, "max_events": 1 << 12, "num_slots": 1 << 20}
+_NO_PARENT = 0xFFFFFFFF
 _NOTE_KINDS = {1: "stall", 2: "failure"}
 
 _HEADER = np.dtype(
     [
         ("magic", "S8"),
         *((name, "<u4") for name in ("version", "header_bytes", "group_bytes", "max_groups")),
-        *((name, "<u4") for name in ("max_members", "event_bytes", "max_events", "operation_bytes")),
-        ("num_slots", "<u4"),
-        *((name, "<i4") for name in ("rank", "world_size", "reserved")),
+        *((name, "<u4") for name in ("event_bytes", "max_events", "operation_bytes", "num_slots")),
+        *((name, "<i4") for name in ("rank", "world_size")),
         *((name, "<i8") for name in ("pid", "start_ns", "wall_offset_ns")),
         *(("host", "S64"), ("boot_id", "S40"), ("job_id", "S104")),
         *(("operation_names", "S16", 32), ("dtype_names", "S12", 16)),
         *(("reduction_names", "S12", 8), ("state_names", "S12", 8)),
         ("num_operations", "<u8"),
-        *((name, "<u4") for name in ("num_groups", "num_members", "num_events")),
+        *((name, "<u4") for name in ("num_groups", "num_events")),
         *((name, "<i8") for name in ("heard_ns", "ended_ns")),
     ],
     align=True,
 )
 _GROUP = np.dtype(
-    [("name", "S64"), ("rank", "<i4"), ("size", "<i4"), ("first_member", "<u4"), ("ready", "<u4")]
+    [
+        *(("name", "S64"), ("rank", "<i4"), ("size", "<i4"), ("parent", "<u4"), ("color", "<i4")),
+        *(("split_sequence", "<u8"), ("ready", "<u4"), ("reserved", "<u4")),
+    ]
 )
 _EVENT = np.dtype(
     [("kind", "<u4"), ("reserved", "<u4"), ("time_ns", "<i8"), ("duration_ns", "<i8"), ("text", "S488")]
@@ -65,12 +67,15 @@ class JournalError(Exception):
 
 @dataclass(frozen=True)
 class Group:
-    """A group as one rank knows it. members: world ranks in its order; empty if they were too many."""
+    """A group as one rank knows it.
+
+    key: the same for the same group on all ranks; None where it cannot be told apart from others.
+    """
 
     name: str
     rank: int
     size: int
-    members: tuple[int, ...]
+    key: tuple[Any, ...] | None
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ def read_journal(path: Path) -> Journal:
 
 
 def _check_sizes(head_bytes: bytes, file_bytes: int) -> list[int]:
-    """Bytes of header, groups, members, events and ring."""
+    """Bytes of header, groups, events and ring."""
     if len(head_bytes) < _HEADER.itemsize:
         raise JournalError(f"{file_bytes} bytes are too few for a journal")
     head = np.frombuffer(head_bytes, _HEADER)[0]
@@ -212,7 +217,6 @@ def _check_sizes(head_bytes: bytes, file_bytes: int) -> list[int]:
     sizes = [
         int(head["header_bytes"]),
         int(head["max_groups"]) * _GROUP.itemsize,
-        int(head["max_members"]) * 4,
         int(head["max_events"]) * _EVENT.itemsize,
         int(head["num_slots"]) * _OPERATION.itemsize,
     ]
@@ -222,8 +226,7 @@ def _check_sizes(head_bytes: bytes, file_bytes: int) -> list[int]:
 
 
 def _decode(head: Any, parts: list[bytes]) -> Journal:
-    members = np.frombuffer(parts[2], "<i4")
-    ring = np.frombuffer(parts[4], _OPERATION)
+    ring = np.frombuffer(parts[3], _OPERATION)
     total, slots = int(head["num_operations"]), len(ring)
     # The slot of operation n is n % slots, and its mark 2n + 2; others are half-written or were never used.
     marks = ring["mark"]
@@ -232,17 +235,23 @@ def _decode(head: Any, parts: list[bytes]) -> Journal:
     whole = (marks > 0) & (marks % 2 == 0) & own_slot & (tickets < total)
     operations = ring[whole]
     operations = operations[np.argsort(operations["mark"])]
-    known_groups = np.frombuffer(parts[1], _GROUP)[: int(head["num_groups"])]
-    groups = [_decode_group(row, members, int(head["world_size"])) for row in known_groups]
+    groups = _decode_groups(np.frombuffer(parts[1], _GROUP)[: int(head["num_groups"])])
     notes = [
         Note(_NOTE_KINDS[int(row["kind"])], clean(row["text"]), int(row["time_ns"]), int(row["duration_ns"]))
-        for row in np.frombuffer(parts[3], _EVENT)
+        for row in np.frombuffer(parts[2], _EVENT)
         if int(row["kind"]) in _NOTE_KINDS
     ]
     return Journal(
-        **{name: int(head[name]) for name in ("rank", "world_size", "pid", "start_ns", "wall_offset_ns")},
-        **{name: int(head[name]) for name in ("heard_ns", "ended_ns")},
-        **{name: clean(head[name]) for name in ("host", "boot_id", "job_id")},
+        rank=int(head["rank"]),
+        world_size=int(head["world_size"]),
+        pid=int(head["pid"]),
+        host=clean(head["host"]),
+        boot_id=clean(head["boot_id"]),
+        job_id=clean(head["job_id"]),
+        start_ns=int(head["start_ns"]),
+        wall_offset_ns=int(head["wall_offset_ns"]),
+        heard_ns=int(head["heard_ns"]),
+        ended_ns=int(head["ended_ns"]),
         groups=groups,
         notes=notes,
         operations=operations[operations["group"] < len(groups)],
@@ -255,11 +264,16 @@ def _decode(head: Any, parts: list[bytes]) -> Journal:
     )
 
 
-def _decode_group(row: Any, members: NDArray[Any], world_size: int) -> Group:
-    first, size = int(row["first_member"]), int(row["size"])
-    ranks: tuple[int, ...] = ()
-    if row["ready"] == 1 and first != _NO_MEMBERS and size > 0 and first + size <= len(members):
-        ranks = tuple(members[first : first + size].tolist())
-    if any(not 0 <= rank < world_size for rank in ranks):
-        ranks = ()
-    return Group(clean(row["name"]), int(row["rank"]), size, ranks)
+def _decode_groups(rows: NDArray[Any]) -> list[Group]:
+    groups: list[Group] = []
+    num_roots = 0
+    for row in rows:
+        parent = int(row["parent"])
+        key: tuple[Any, ...] | None = None
+        if row["ready"] == 1 and parent == _NO_PARENT:
+            key = (num_roots,)
+            num_roots += 1
+        elif row["ready"] == 1 and parent < len(groups) and groups[parent].key is not None:
+            key = (groups[parent].key, int(row["split_sequence"]), int(row["color"]))
+        groups.append(Group(clean(row["name"]), int(row["rank"]), int(row["size"]), key))
+    return groups
