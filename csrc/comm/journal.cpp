@@ -121,7 +121,7 @@ Journal::Journal(const JournalOptions& options) : num_slots_(options.num_slots) 
 }
 
 Journal::~Journal() {
-  if (header().pid == getpid()) header().ended_ns.store(clock_ns(CLOCK_MONOTONIC));  // not a forked child
+  close();
   munmap(address_, size_bytes_);
 }
 
@@ -229,6 +229,10 @@ void Journal::note(JournalEvent kind, std::string_view text, int64_t duration_ns
 
 void Journal::set_heard() noexcept {
   header().heard_ns.store(clock_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
+}
+
+void Journal::close() noexcept {
+  if (header().pid == getpid()) header().ended_ns.store(clock_ns(CLOCK_MONOTONIC));  // not a forked child
 }
 
 GroupJournal::GroupJournal(std::shared_ptr<Journal> journal, std::string_view name, int rank, int size,

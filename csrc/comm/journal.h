@@ -102,7 +102,7 @@ class Journal {
   // Throws InvalidArgument for a directory or an old journal there that is not this user's own,
   // OutOfMemory if there is no room for the file (2 MiB), CommError if it cannot be made.
   explicit Journal(const JournalOptions& options);
-  ~Journal();
+  ~Journal();  // closes it
   Journal(const Journal&) = delete;
   Journal& operator=(const Journal&) = delete;
 
@@ -126,6 +126,8 @@ class Journal {
   // The first 64 are kept.
   void note(JournalEvent kind, std::string_view text, int64_t duration_ns = 0) noexcept;
   void set_heard() noexcept;
+  // The process ends in order. What comes after that is still written.
+  void close() noexcept;
 
   // Empty in memory.
   const std::string& path() const { return path_; }
@@ -146,8 +148,28 @@ class Journal {
   journal_layout::Operation* ring_ = nullptr;
 };
 
-// One group's way into the journal: what a communicator holds. Without a journal it does nothing. Belongs
-// to one thread at a time, but for what takes a ticket.
+// One operation on its way. Without a journal it does nothing.
+class JournalEntry {
+ public:
+  JournalEntry() = default;
+  JournalEntry(std::shared_ptr<Journal> journal, uint64_t ticket)
+      : journal_(std::move(journal)), ticket_(ticket) {}
+  void start() const noexcept {
+    if (journal_) journal_->start(ticket_);
+  }
+  void end(bool failed) const noexcept {
+    if (journal_) journal_->end(ticket_, failed);
+  }
+  void withdraw() const noexcept {
+    if (journal_) journal_->withdraw(ticket_);
+  }
+
+ private:
+  std::shared_ptr<Journal> journal_;
+  uint64_t ticket_ = 0;
+};
+
+// One group's way into the journal: what a communicator holds. Belongs to one thread at a time.
 class GroupJournal {
  public:
   GroupJournal() = default;
@@ -160,17 +182,9 @@ class GroupJournal {
 
   // Goes with the operations that are enqueued from now on; cut to 32 bytes.
   void set_label(std::string_view label) noexcept;
-  uint64_t enqueue(const CollectiveCall& call, int64_t num_bytes) const noexcept {
-    return journal_ ? journal_->enqueue(group_, call, num_bytes, label_) : 0;
-  }
-  void start(uint64_t ticket) const noexcept {
-    if (journal_) journal_->start(ticket);
-  }
-  void end(uint64_t ticket, bool failed) const noexcept {
-    if (journal_) journal_->end(ticket, failed);
-  }
-  void withdraw(uint64_t ticket) const noexcept {
-    if (journal_) journal_->withdraw(ticket);
+  JournalEntry enqueue(const CollectiveCall& call, int64_t num_bytes) const noexcept {
+    if (!journal_) return {};
+    return {journal_, journal_->enqueue(group_, call, num_bytes, label_)};
   }
 
  private:

@@ -104,6 +104,8 @@ class Watch::Connection {
     return send_all(socket_, store_wire::encode({operation, ++last_id_, key, value}), deadline) ==
            IoResult::kDone;
   }
+  void close() { socket_ = FileDescriptor(); }
+
   std::string store_text() const { return concat("the store of ", watched_text(0, store_process_)); }
   std::string lost_text(const std::string& how) const {
     return concat("lost the store, host of ", watched_text(0, store_process_), ", at ", where_, ": ", how,
@@ -216,7 +218,10 @@ bool Watch::take_replies(nanoseconds now) {
       return false;
     }
     if (reply.status == Status::kFailed) fail(reply.value);
-    if (reply.status == Status::kEnded) enter(Phase::kOver);
+    if (reply.status == Status::kEnded) {
+      enter(Phase::kOver);
+      connection_->close();  // the store waits for it
+    }
     if (reply.status == Status::kFailed || reply.status == Status::kEnded) return false;
     const milliseconds unheard(reply.status == Status::kStalled
                                    ? store_wire::parse_number(reply.value).value_or(0)

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "base/error.h"
 
@@ -45,14 +46,14 @@ StoreServer::~StoreServer() {
     thread_.detach();
     return;
   }
-  const auto wait_for = [](const std::atomic<int>& count, Deadline last) {
-    while (count.load() > 0 && Clock::now() < last) std::this_thread::sleep_for(std::chrono::milliseconds(2));
-  };
-  const Deadline now = Clock::now();
   ending_.store(true);
   wake();
-  wait_for(num_watches_, now + kWatchesGoLimit);
-  wait_for(num_admitted_, now + linger_);
+  const Deadline now = Clock::now();
+  const auto wait_while = [](Deadline last, const auto& condition) {
+    while (condition() && Clock::now() < last) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  };
+  wait_while(now + kWatchesGoLimit, [this] { return num_watches_.load() > 0 && !told_failure_.load(); });
+  wait_while(now + linger_, [this] { return num_admitted_.load() > 0; });
   stopping_.store(true);
   wake();
   thread_.join();
@@ -219,13 +220,17 @@ void StoreServer::answer_watch(Connection& connection, const Request& request) {
     connection.watched_rank = static_cast<int>(*rank);
     num_watches_.fetch_add(1);
     reply(connection, Status::kOk, request.id, encode(this_watched(kLookInterval, kLookInterval)));
-    if (!roll_.failure().empty()) reply(connection, Status::kFailed, 0, roll_.failure());
+    if (told_failure_.load()) reply(connection, Status::kFailed, 0, roll_.failure());
+    if (told_end_) reply(connection, Status::kEnded, 0, "");
     return;
   }
   const int rank = connection.watched_rank;
   if (rank < 0) return drop_malformed(connection);
   if (request.operation == Operation::kLeave) return roll_.leave(rank);
-  if (request.operation == Operation::kReport) return roll_.fail(request.value);
+  if (request.operation == Operation::kReport) {
+    roll_.report(rank, request.value, awake_.now());
+    return reply(connection, Status::kFailed, request.id, roll_.failure());
+  }
   const auto stalled = roll_.beat(rank, awake_.now());
   reply(connection, stalled.count() > 0 ? Status::kStalled : Status::kOk, request.id,
         std::to_string(stalled.count()));
@@ -239,14 +244,12 @@ void StoreServer::tell_watches(Status status, const std::string& text) {
 // Once per round.
 void StoreServer::look_after_watches() {
   roll_.look(awake_.now());
-  if (!roll_.failure().empty() && !told_failure_) {
-    told_failure_ = true;
+  const bool ends = ending_.load();
+  if (!told_failure_.load() && (roll_.may_tell(awake_.now()) || (ends && !roll_.failure().empty()))) {
     tell_watches(Status::kFailed, roll_.failure());
+    told_failure_.store(true);
   }
-  if (ending_.load() && !told_end_) {
-    told_end_ = true;
-    tell_watches(Status::kEnded, "");
-  }
+  if (ends && !std::exchange(told_end_, true)) tell_watches(Status::kEnded, "");
 }
 
 // False if the store is full. Otherwise whoever waits for the key gets it.

@@ -72,10 +72,10 @@ class StoreServer {
   size_t stored_bytes_ = 0;
   std::atomic<int64_t> num_refused_{0}, num_malformed_{0};
   std::atomic<int> num_admitted_{0}, num_watches_{0};
-  std::atomic<bool> ending_{false}, stopping_{false};
+  std::atomic<bool> ending_{false}, stopping_{false}, told_failure_{false};
   AwakeClock awake_;
   Roll roll_;
-  bool told_failure_ = false, told_end_ = false;
+  bool told_end_ = false;
   std::chrono::milliseconds linger_{0};
   const int owner_pid_;
   std::thread thread_;

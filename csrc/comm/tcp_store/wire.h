@@ -19,8 +19,9 @@
 // A watch (watch.h) has a connection of its own: kJoin first, with its rank as the key and a line about its
 // process as the value, answered by the line of the store's own process; then kBeat in every interval,
 // kReport with the text of a failure, kLeave at the end. A beat is answered by kOk, or by kStalled with the
-// milliseconds for which the store had not heard of the rank. kFailed, with the text of the job's first
-// failure, and kEnded, when the store ends in order, come with id 0 and unasked.
+// milliseconds for which the store had not heard of the rank; a report by kFailed with the text of the
+// job's first failure. To the others kFailed comes unasked, with id 0, and so does kEnded, when the store
+// ends in order.
 
 namespace polyreme::store_wire {
 

@@ -57,9 +57,9 @@ TEST(Journal, KeepsTheLastOperationsOfItsGroups) {
   GroupJournal pair = world.subgroup("pair", 0, 2, 7, 3);
   pair.set_label("a label that is longer than thirty-two bytes");
   for (uint64_t n = 1; n <= 11; ++n) {
-    const uint64_t ticket = (n == 11 ? pair : world).enqueue(call_of(n), 40);
-    if (n < 10) world.start(ticket);
-    if (n < 9) world.end(ticket, n == 8);
+    const JournalEntry entry = (n == 11 ? pair : world).enqueue(call_of(n), 40);
+    if (n < 10) entry.start();
+    if (n < 9) entry.end(n == 8);
   }
   const void* const memory = journal->address();
   EXPECT_EQ(header_of(memory).num_operations.load(), 11U);
@@ -100,6 +100,12 @@ TEST(Journal, ALateEndDoesNotTouchTheOperationThatTookItsSlot) {
   EXPECT_EQ(slot_of(journal.address(), 0).ended_ns.load(), 0);
 }
 
+TEST(Journal, AWithdrawnOperationIsNone) {
+  const auto journal = std::make_shared<Journal>(JournalOptions{});
+  GroupJournal(journal, "g", 0, 1).enqueue(call_of(1), 0).withdraw();
+  EXPECT_EQ(slot_of(journal->address(), 0).mark.load() % 2, 1U);
+}
+
 TEST(Journal, ManyGroupsAndEventsDoNotOverflow) {
   Journal journal({});
   for (uint32_t i = 0; i < 600; ++i)
@@ -117,9 +123,9 @@ TEST(Journal, WritersOnThreadsKeepTheirRecordsApart) {
     threads.emplace_back([&journal, t] {
       const GroupJournal group(journal, "g", t, 4);
       for (uint64_t n = 1; n <= 1000; ++n) {
-        const uint64_t ticket = group.enqueue({.sequence = n, .root = t}, 0);
-        group.start(ticket);
-        group.end(ticket, false);
+        const JournalEntry entry = group.enqueue({.sequence = n, .root = t}, 0);
+        entry.start();
+        entry.end(false);
       }
     });
   for (std::thread& thread : threads) thread.join();
@@ -147,7 +153,7 @@ TEST(Journal, TheFileOutlivesSigkill) {
     const auto journal = std::make_shared<Journal>(
         JournalOptions{.directory = folder / "record", .rank = 3, .world_size = 4, .job_id = "job"});
     const GroupJournal group(journal, "world", 3, 4);
-    group.start(group.enqueue(call_of(7), 280));
+    group.enqueue(call_of(7), 280).start();
     raise(SIGKILL);
   }
   int status = 0;
@@ -200,9 +206,9 @@ TEST(Journal, OverheadPerOperation) {
   constexpr int kCount = 200'000;
   const auto start = std::chrono::steady_clock::now();
   for (uint64_t n = 0; n < kCount; ++n) {
-    const uint64_t ticket = group.enqueue(call_of(n), 40);
-    group.start(ticket);
-    group.end(ticket, false);
+    const JournalEntry entry = group.enqueue(call_of(n), 40);
+    entry.start();
+    entry.end(false);
   }
   const std::chrono::duration<double, std::nano> elapsed = std::chrono::steady_clock::now() - start;
   RecordProperty("ns_per_operation", static_cast<int>(elapsed.count() / kCount));

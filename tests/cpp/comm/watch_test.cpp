@@ -44,8 +44,15 @@ WatchOptions options_of(const TcpStoreOptions& store, int rank, Failure& failure
   return {store, rank, kInterval, kTimeout, failure.sink(), nullptr};
 }
 
+// The ranks of a job do not end before all watch.
+void meet(RankProcesses& self, Store& store, int size) {
+  if (store.add("watching", 1) == size) store.set("all watch", "");
+  store.get("all watch", kHang);
+  self.ready();
+}
+
 // Watches, says "ready", and ends with what the watch says.
-void watch_until_failure(RankProcesses& self, int rank) {
+void watch_until_failure(RankProcesses& self, Store&, int rank) {
   Failure failure;
   Watch watch(options_of(self.store_options(), rank, failure));
   self.ready();
@@ -53,8 +60,8 @@ void watch_until_failure(RankProcesses& self, int rank) {
 }
 
 struct Job {
-  explicit Job(int size, const std::function<void(RankProcesses&, int)>& rank_main = watch_until_failure)
-      : ranks(size, [rank_main](RankProcesses& self, Store&, int rank) { rank_main(self, rank); }) {
+  explicit Job(int size, const RankProcesses::RankMain& rank_main = watch_until_failure)
+      : ranks(size, rank_main) {
     for (int r = 0; r < size; ++r) ranks.wait_until_ready(r);
   }
   // What all of these say; they must agree.
@@ -102,10 +109,10 @@ TEST(WatchMp, F25_AStoppedRankIsSilent) {
 }
 
 TEST(WatchMp, F26_AShortStopIsAStallAndNothingElse) {
-  Job job(3, [](RankProcesses& self, int rank) {
+  Job job(3, [](RankProcesses& self, Store& store, int rank) {
     Failure failure;
     Watch watch(options_of(self.store_options(), rank, failure));
-    self.ready();
+    meet(self, store, 3);
     const std::string text = failure.text(2 * kTimeout);
     require<PeerLost>(text == "no failure", text);
     require(rank != 2 || watch.num_stalls() == 1, "stalls: ", watch.num_stalls());
@@ -117,10 +124,10 @@ TEST(WatchMp, F26_AShortStopIsAStallAndNothingElse) {
 }
 
 TEST(WatchMp, F26_AShortStopOfTheStoresHostIsNoFailure) {
-  Job job(3, [](RankProcesses& self, int rank) {
+  Job job(3, [](RankProcesses& self, Store& store, int rank) {
     Failure failure;
     Watch watch(options_of(self.store_options(), rank, failure));
-    self.ready();
+    meet(self, store, 3);
     const std::string text = failure.text(2 * kTimeout);
     require<PeerLost>(text == "no failure", text);
     require(rank == 0 || watch.num_stalls() == 1, "stalls: ", watch.num_stalls());
@@ -156,7 +163,7 @@ TEST(WatchMp, F08_TheStoresHostIsStopped) {
 }
 
 TEST(WatchMp, F33_AFrozenWatchIsSilentToOthersAndNoticedAtHome) {
-  Job job(3, [](RankProcesses& self, int rank) {
+  Job job(3, [](RankProcesses& self, Store&, int rank) {
     Failure failure;
     Watch watch(options_of(self.store_options(), rank, failure));
     if (rank == 1) watch.freeze();
@@ -174,10 +181,10 @@ TEST(WatchMp, F33_AFrozenWatchIsSilentToOthersAndNoticedAtHome) {
 
 TEST(WatchMp, ACleanEndIsNoFailure) {
   for (const int leaver : {0, 2}) {
-    Job job(3, [leaver](RankProcesses& self, int rank) {
+    Job job(3, [leaver](RankProcesses& self, Store& store, int rank) {
       Failure failure;
       Watch watch(options_of(self.store_options(), rank, failure));
-      self.ready();
+      meet(self, store, 3);
       if (rank == leaver) return;
       const std::string text = failure.text(kTimeout + kInterval);
       require<PeerLost>(text == "no failure", text);
@@ -187,7 +194,7 @@ TEST(WatchMp, ACleanEndIsNoFailure) {
 }
 
 TEST(WatchMp, AForkedChildMayDropItsCopy) {
-  Job job(2, [](RankProcesses& self, int rank) {
+  Job job(2, [](RankProcesses& self, Store& store, int rank) {
     Failure failure;
     auto watch = std::make_unique<Watch>(options_of(self.store_options(), rank, failure));
     const pid_t child = fork();
@@ -197,7 +204,7 @@ TEST(WatchMp, AForkedChildMayDropItsCopy) {
     }
     int status = 1;
     require(waitpid(child, &status, 0) == child && status == 0, "the child ended with ", status);
-    self.ready();
+    meet(self, store, 2);
     require(!failure.comes_within(2 * kInterval), "a failure");
   });
   EXPECT_EQ(job.verdict_of(job.ranks.wait(kHang), {0, 1}), "ok");
@@ -279,10 +286,23 @@ TEST(Roll, NamesWhoIsSilentAndOnlyOnce) {
   roll.look(milliseconds(1100));
   EXPECT_EQ(roll.failure(),
             concat("lost ", rank_text(1, getpid()), ": no heartbeat for 1.1 s; the process is alive"));
-  roll.fail("another");
+  EXPECT_TRUE(roll.may_tell(milliseconds(1100)));
+  roll.report(0, "another", seconds(2));
   roll.look(seconds(10));
   EXPECT_EQ(roll.failure().find("another"), std::string::npos);
   EXPECT_EQ(roll.failure().find("rank 0"), std::string::npos);
+}
+
+TEST(Roll, AReporterIsGivenTimeToEnd) {
+  const Watched watched = this_watched(milliseconds(100), milliseconds(1000));
+  Roll roll;
+  for (const int rank : {0, 1}) roll.join(rank, watched, seconds(0));
+  roll.report(1, "why", milliseconds(10));
+  EXPECT_EQ(roll.failure(), "why");
+  EXPECT_FALSE(roll.may_tell(milliseconds(300)));
+  EXPECT_TRUE(roll.may_tell(milliseconds(310)));
+  roll.close(1, milliseconds(20));
+  EXPECT_TRUE(roll.may_tell(milliseconds(20)));
 }
 
 TEST(AwakeClock, APauseCountsAsMuchAsItMay) {
