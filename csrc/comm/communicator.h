@@ -112,7 +112,13 @@ class Communicator {
   // Marks the group, and those that were split from it, broken on every rank that can be reached: their
   // calls throw PeerLost with `reason`. From any thread. Without effect on a group that is broken already.
   virtual void abort(const std::string& reason) noexcept = 0;
+  // The same for a failure that all ranks learn, with `text` as it is: it already names the culprit.
+  virtual void fail(const std::string& text) noexcept = 0;
+  // Goes into the journal with the collectives that are issued from now on; cut to 32 bytes.
+  virtual void set_label(const std::string& label) = 0;
 };
+
+class Journal;
 
 struct CommOptions {
   std::string name = "world";
@@ -123,6 +129,8 @@ struct CommOptions {
   // measured no faster: these stay in the cache.
   int64_t chunk_bytes = int64_t{256} << 10;
   ReduceMode reduce_mode = ReduceMode::kOrdered;
+  // Records the calls of the group and of those that are split from it; may be null.
+  std::shared_ptr<Journal> journal;
 };
 
 }  // namespace polyreme

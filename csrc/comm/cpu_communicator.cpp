@@ -10,7 +10,13 @@ namespace {
 
 // Runs `body` as `call`, which was posted, and completes it.
 template <typename Body>
-void run_posted(Transport& group, const CollectiveCall& call, const Body& body) {
+void run_posted(Transport& group, const CollectiveCall& call, const JournalEntry& entry, const Body& body) {
+  struct Ending {  // of the entry, by an exception too
+    const JournalEntry& entry;
+    bool failed = true;
+    ~Ending() { entry.end(failed); }
+  } ending{entry};
+  entry.start();
   group.throw_if_failed();
   CallLedger::Line& line = group.ledger().of(call.op);
   if (call.sequence != CallLedger::sequence_of(line.completed) + 1) {
@@ -21,23 +27,25 @@ void run_posted(Transport& group, const CollectiveCall& call, const Body& body) 
   }
   body();
   line.completed.store(CallLedger::mark_of(call), std::memory_order_relaxed);
+  ending.failed = false;
 }
 
 // A collective that was issued. Shared by the stream, the Work and the order; only the stream's
 // share keeps the group, so that a group is left when its last collective has run or was dropped.
 struct PendingCall {
-  PendingCall(const CollectiveCall& issued, CallMemory issued_memory)
-      : call(issued), memory(std::move(issued_memory)) {}
+  PendingCall(const CollectiveCall& issued, CallMemory issued_memory, JournalEntry journal_entry)
+      : call(issued), memory(std::move(issued_memory)), entry(std::move(journal_entry)) {}
 
   enum class State { kWaiting, kDone, kFailed };
   CollectiveCall call;
   CallMemory memory;
+  JournalEntry entry;
   std::atomic<State> state = State::kWaiting;  // written by the thread that runs the stream
   std::exception_ptr error;                    // before kFailed
 
   void execute(Transport& group) {
     try {
-      run_posted(group, call, [&] { group.run(call, memory, group.timeout()); });
+      run_posted(group, call, entry, [&] { group.run(call, memory, group.timeout()); });
       state = State::kDone;
     } catch (const std::exception& failure) {
       error = std::current_exception();
@@ -119,8 +127,10 @@ SingleUser::Guard::Guard(SingleUser& owner, const Transport& group) : user_(owne
           ": concurrent use by two threads; give each thread a group of its own (split)");
 }
 
-CpuCommunicator::CpuCommunicator(std::shared_ptr<Transport> transport, std::shared_ptr<IssueOrder> order)
+CpuCommunicator::CpuCommunicator(std::shared_ptr<Transport> transport, GroupJournal journal,
+                                 std::shared_ptr<IssueOrder> order)
     : transport_(std::move(transport)),
+      journal_(std::move(journal)),
       order_(order ? std::move(order) : std::make_shared<IssueOrder>()),
       exceptions_at_birth_(std::uncaught_exceptions()) {}
 
@@ -144,7 +154,8 @@ std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory mem
   for (const Tensor& tensor : outputs) accesses.push_back(writes(tensor));
   CallLedger::Line& line = transport_->ledger().of(call.op);
   call.sequence = CallLedger::sequence_of(line.posted) + 1;
-  auto pending = std::make_shared<PendingCall>(call, std::move(memory));
+  const auto pending =
+      std::make_shared<PendingCall>(call, std::move(memory), journal_.enqueue(call, bytes_of(call)));
   std::shared_ptr<Event> done = stream.device().create_event();
 
   const OpInfo info{.name = collective_name(call.op), .kind = OpKind::kCollective, .bytes = bytes_of(call)};
@@ -155,13 +166,14 @@ std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory mem
                        [group = transport_, pending](const CpuContext&) { pending->execute(*group); });
   } catch (...) {
     line.posted.store(before, std::memory_order_relaxed);  // the device refused it: it was never issued
+    pending->entry.withdraw();
     throw;
   }
   stream.record(*done);
   order_->last = pending;
   order_->done = done;
   order_->device = &stream.device();
-  return std::make_unique<CpuWork>(transport_, std::move(pending), std::move(done), stream);
+  return std::make_unique<CpuWork>(transport_, pending, std::move(done), stream);
 }
 
 std::unique_ptr<Work> CpuCommunicator::all_reduce(const Tensor& data, ReduceOp op, Stream& stream) {
@@ -230,7 +242,7 @@ void CpuCommunicator::run_on_host(CollectiveOp op, const std::function<void(cons
   CallLedger::Line& line = transport_->ledger().of(op);
   const CollectiveCall call{.sequence = CallLedger::sequence_of(line.posted) + 1, .op = op};
   line.posted.store(CallLedger::mark_of(call), std::memory_order_relaxed);
-  run_posted(*transport_, call, [&] { body(call); });
+  run_posted(*transport_, call, journal_.enqueue(call, 0), [&] { body(call); });
 }
 
 void CpuCommunicator::barrier(std::chrono::milliseconds limit) {
@@ -253,7 +265,9 @@ std::unique_ptr<Communicator> CpuCommunicator::split(int color, int key, const s
           name.size());
   std::unique_ptr<Transport> child;
   std::exception_ptr no_memory;
+  uint64_t sequence = 0;
   run_on_host(CollectiveOp::kSplit, [&](const CollectiveCall& call) {
+    sequence = call.sequence;
     try {
       child = transport_->split(call, color, key, name);
     } catch (const OutOfMemory&) {
@@ -266,7 +280,8 @@ std::unique_ptr<Communicator> CpuCommunicator::split(int color, int key, const s
   });
   if (no_memory) std::rethrow_exception(no_memory);
   if (!child) return nullptr;
-  auto communicator = std::make_unique<CpuCommunicator>(std::move(child), order_);
+  GroupJournal journal = journal_.subgroup(name, child->rank(), child->size(), color, sequence);
+  auto communicator = std::make_unique<CpuCommunicator>(std::move(child), std::move(journal), order_);
   communicator->attach();
   return communicator;
 }
@@ -277,6 +292,11 @@ void CpuCommunicator::abort(const std::string& reason) noexcept {
   } catch (const std::exception&) {
     transport_->abort("a rank aborted the group");  // out of memory for the text
   }
+}
+
+void CpuCommunicator::set_label(const std::string& label) {
+  const SingleUser::Guard guard(single_user_, *transport_);
+  journal_.set_label(label);
 }
 
 }  // namespace polyreme

@@ -9,6 +9,7 @@
 
 #include "base/fork.h"
 #include "comm/communicator.h"
+#include "comm/journal.h"
 #include "comm/transport.h"
 
 namespace polyreme {
@@ -44,7 +45,8 @@ class SingleUser {
 class CpuCommunicator final : public Communicator {
  public:
   // `order`: null for a group that was not split from another.
-  explicit CpuCommunicator(std::shared_ptr<Transport> transport, std::shared_ptr<IssueOrder> order = nullptr);
+  explicit CpuCommunicator(std::shared_ptr<Transport> transport, GroupJournal journal = {},
+                           std::shared_ptr<IssueOrder> order = nullptr);
   ~CpuCommunicator() override;
 
   int rank() const override { return transport_->rank(); }
@@ -63,6 +65,8 @@ class CpuCommunicator final : public Communicator {
   void barrier(std::chrono::milliseconds limit) override;
   std::unique_ptr<Communicator> split(int color, int key, const std::string& name) override;
   void abort(const std::string& reason) noexcept override;
+  void fail(const std::string& text) noexcept override { transport_->abort(text); }
+  void set_label(const std::string& label) override;
 
   // The first call of a group whose ranks join one by one. Throws as barrier does.
   void attach();
@@ -76,6 +80,7 @@ class CpuCommunicator final : public Communicator {
   void run_on_host(CollectiveOp op, const std::function<void(const CollectiveCall&)>& body);
 
   std::shared_ptr<Transport> transport_;
+  GroupJournal journal_;
   std::shared_ptr<IssueOrder> order_;
   int exceptions_at_birth_;
   SingleUser single_user_;

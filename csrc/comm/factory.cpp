@@ -23,8 +23,10 @@ std::shared_ptr<SharedGroup> make_group(std::shared_ptr<SharedMemory> memory, in
 std::unique_ptr<CpuCommunicator> join(std::shared_ptr<SharedMemory> memory,
                                       std::shared_ptr<SharedMemorySource> source, int rank, int size,
                                       const CommOptions& options) {
-  return std::make_unique<CpuCommunicator>(std::make_unique<SharedTransport>(
-      make_group(std::move(memory), rank, size, options), std::move(source), options.chunk_bytes));
+  return std::make_unique<CpuCommunicator>(
+      std::make_unique<SharedTransport>(make_group(std::move(memory), rank, size, options), std::move(source),
+                                        options.chunk_bytes),
+      GroupJournal(options.journal, options.name, rank, size));
 }
 
 std::shared_ptr<SharedMemory> create_segment(SharedMemorySource& source, int size, const CommOptions& options,
@@ -106,7 +108,8 @@ std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, co
     std::shared_ptr<SharedGroup> group = make_group(memory, r, size, options);
     group->choose_waiting();
     communicators.push_back(std::make_unique<CpuCommunicator>(
-        std::make_unique<SharedTransport>(std::move(group), source, options.chunk_bytes)));
+        std::make_unique<SharedTransport>(std::move(group), source, options.chunk_bytes),
+        GroupJournal(size == 1 ? options.journal : nullptr, options.name, r, size)));
   }
   return communicators;
 }

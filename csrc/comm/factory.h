@@ -12,7 +12,8 @@
 namespace polyreme {
 
 // `size` ranks that are threads of this process, for tests and for one rank alone; element r is
-// rank r's. A rank's communicator may be moved to its thread before the first call.
+// rank r's. A rank's communicator may be moved to its thread before the first call. Without a journal, which
+// is of one rank, for more than one.
 // Throws InvalidArgument for size < 1 or chunk_bytes < 1, OutOfMemory.
 std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, const CommOptions& options);
 

@@ -10,7 +10,7 @@
 namespace polyreme {
 namespace {
 
-std::unique_ptr<Store> join_store(const WorldOptions& options) {
+std::unique_ptr<TcpStore> join_store(const WorldOptions& options) {
   const TcpStoreOptions store{.host = options.master_addr,
                               .port = options.master_port,
                               .listen_fd = options.rank == 0 ? options.store_fd : -1,
@@ -44,6 +44,21 @@ void World::stop_background(const std::string& reason) noexcept {
   background_.reset();
 }
 
+void World::start_watch(WatchOptions options) {
+  options.journal = journal_;
+  options.on_failure = [this](const std::string& text) { communicator_->fail(text); };
+  watch_ = std::make_unique<Watch>(std::move(options));
+}
+
+void World::report_failure(const std::string& text) noexcept {
+  if (watch_) watch_->report(text);
+}
+
+void World::leave() noexcept {
+  watch_.reset();
+  if (journal_) journal_->close();
+}
+
 std::vector<std::unique_ptr<World>> make_local_worlds(int size, const CpuDeviceOptions& device,
                                                       std::chrono::milliseconds timeout) {
   const std::vector<std::string> hosts(static_cast<size_t>(std::max(size, 0)), "localhost");
@@ -55,10 +70,18 @@ std::vector<std::unique_ptr<World>> make_local_worlds(int size, const CpuDeviceO
 }
 
 std::unique_ptr<World> make_world(const WorldOptions& options) {
-  if (options.size == 1) return std::move(make_local_worlds(1, options.device, options.timeout).front());
+  const auto journal = std::make_shared<Journal>(JournalOptions{.directory = options.record_dir,
+                                                                .rank = options.rank,
+                                                                .world_size = options.size,
+                                                                .job_id = options.job_id});
+  const CommOptions comm{.timeout = options.timeout, .journal = journal};
+  if (options.size == 1)
+    return std::make_unique<World>(nullptr, make_cpu_device(options.device),
+                                   std::move(make_local_communicators(1, comm).front()),
+                                   std::vector<std::string>{"localhost"}, journal);
   const Isa best =
       isa_from_name(options.device.isa);  // throws for what this CPU lacks, before anybody is met
-  std::unique_ptr<Store> store = join_store(options);
+  std::unique_ptr<TcpStore> store = join_store(options);
   const std::vector<RankRecord> records = rendezvous(*store, {.rank = options.rank,
                                                               .world_size = options.size,
                                                               .fields = {{"version", build_info().version},
@@ -70,11 +93,21 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
   CpuDeviceOptions device = options.device;
   device.isa = common_isa(records);
   std::unique_ptr<Communicator> communicator =
-      make_shm_communicator(*store, options.rank, options.size, options.job_id, {.timeout = options.timeout});
+      make_shm_communicator(*store, options.rank, options.size, options.job_id, comm);
   std::vector<std::string> hosts;
   for (const RankRecord& record : records) hosts.push_back(record.host);
-  return std::make_unique<World>(std::move(store), make_cpu_device(device), std::move(communicator),
-                                 std::move(hosts));
+  WatchOptions watch{.store = {.host = options.master_addr,
+                               .port = store->port(),
+                               .secret = options.secret,
+                               .timeout = options.init_timeout},
+                     .rank = options.rank,
+                     .heartbeat_interval = options.heartbeat_interval,
+                     .peer_timeout = options.peer_timeout};
+  auto world = std::make_unique<World>(std::move(store), make_cpu_device(device), std::move(communicator),
+                                       std::move(hosts), journal);
+  world->start_watch(std::move(watch));
+  world->communicator().barrier(options.init_timeout);  // nobody ends before the others have found its store
+  return world;
 }
 
 }  // namespace polyreme

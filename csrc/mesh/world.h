@@ -9,6 +9,7 @@
 #include "base/fork.h"
 #include "comm/communicator.h"
 #include "comm/store.h"
+#include "comm/watch.h"
 #include "device/cpu/cpu_device.h"
 
 namespace polyreme {
@@ -27,6 +28,10 @@ struct WorldOptions {
   // How long whoever holds the port may stay silent before it counts as a foreign program.
   std::chrono::milliseconds greeting_limit{std::chrono::seconds(3)};
   std::function<void(const std::string&)> progress;  // who is missing, every two seconds
+  // See WatchOptions. Every rank may have its own.
+  std::chrono::milliseconds heartbeat_interval{std::chrono::seconds(2)};
+  std::chrono::milliseconds peer_timeout{std::chrono::seconds(30)};
+  std::string record_dir;  // where the journal goes; empty: into memory
   CpuDeviceOptions device;
 };
 
@@ -34,8 +39,10 @@ struct WorldOptions {
 class World {
  public:
   World(std::unique_ptr<Store> store, std::unique_ptr<Device> device,
-        std::unique_ptr<Communicator> communicator, std::vector<std::string> hosts)
+        std::unique_ptr<Communicator> communicator, std::vector<std::string> hosts,
+        std::shared_ptr<Journal> journal = nullptr)
       : store_(std::move(store)),
+        journal_(std::move(journal)),
         device_(std::move(device)),
         communicator_(std::move(communicator)),
         hosts_(std::move(hosts)) {}
@@ -51,15 +58,26 @@ class World {
   bool is_inherited() const { return fork_guard_.is_inherited(); }
   // Ends `background()`: what waits for other ranks fails, here and there. For a process that ends.
   void stop_background(const std::string& reason) noexcept;
+  // Watches the other ranks from now on: their first failure breaks the group of all ranks, and those that
+  // were split from it. Throws as Watch does.
+  void start_watch(WatchOptions options);
+  // Tells all ranks that this one has failed, and why; without effect on a world without a watch.
+  void report_failure(const std::string& text) noexcept;
+  // Null for one rank, and for ranks that are threads.
+  Watch* watch() const { return watch_.get(); }
+  // Says goodbye to the other ranks and closes the journal: for a process that ends. Twice is allowed.
+  void leave() noexcept;
   // Where each rank runs, by rank; the same list on every rank.
   const std::vector<std::string>& hosts() const { return hosts_; }
 
  private:
   std::unique_ptr<Store> store_;  // rank 0 serves it until the world ends
+  std::shared_ptr<Journal> journal_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Communicator> communicator_;
   std::vector<std::string> hosts_;
   std::unique_ptr<Stream> background_;
+  std::unique_ptr<Watch> watch_;
   ForkGuard fork_guard_;
 };
 

@@ -64,13 +64,19 @@ ProcessIdentity this_process() {
   return self;
 }
 
-bool has_ended(const ProcessIdentity& process, const ProcessIdentity& observer) {
+char process_state(const ProcessIdentity& process, const ProcessIdentity& observer) {
   const bool visible = process.pid > 0 && process.start_ticks != 0 && observer.start_ticks != 0 &&
                        process.pid_namespace == observer.pid_namespace;
-  if (!visible || process.pid == observer.pid) return false;
+  if (!visible) return '?';
   const ProcessStat stat = read_stat(process.pid);
-  if (!stat.found) return stat.gone;
-  return stat.start_ticks != process.start_ticks || stat.state == 'Z' || stat.state == 'X';
+  if (!stat.found) return stat.gone ? 'X' : '?';
+  return stat.start_ticks == process.start_ticks ? stat.state : 'X';
+}
+
+bool has_ended(const ProcessIdentity& process, const ProcessIdentity& observer) {
+  if (process.pid == observer.pid) return false;
+  const char state = process_state(process, observer);
+  return state == 'Z' || state == 'X';
 }
 
 std::string host_name() {

@@ -14,6 +14,8 @@ struct ProcessIdentity {
 };
 
 ProcessIdentity this_process();
+// As proc(5) has it: R, S, D, T, Z, ...; X if the process has ended; ? where nothing can be found out.
+char process_state(const ProcessIdentity& process, const ProcessIdentity& observer);
 // False also where nothing can be found out: another pid namespace, or no /proc.
 bool has_ended(const ProcessIdentity& process, const ProcessIdentity& observer);
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "base/error.h"
 
@@ -25,6 +26,9 @@ constexpr size_t kMaxStoredBytes = size_t{256} << 20;
 // Answers that a client does not fetch.
 constexpr size_t kMaxOutputBytes = 2 * store_wire::kMaxFrameBytes;
 constexpr size_t kReceiveBytes = size_t{64} << 10;
+// How often the watched ranks are looked after, and how long their watches have to go when the store ends.
+constexpr auto kLookInterval = std::chrono::milliseconds(100);
+constexpr auto kWatchesGoLimit = std::chrono::milliseconds(300);
 
 }  // namespace
 
@@ -42,13 +46,22 @@ StoreServer::~StoreServer() {
     thread_.detach();
     return;
   }
-  const Deadline last = Clock::now() + linger_;
-  while (num_admitted_.load() > 0 && Clock::now() < last)
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  ending_.store(true);
+  wake();
+  const Deadline now = Clock::now();
+  const auto wait_while = [](Deadline last, const auto& condition) {
+    while (condition() && Clock::now() < last) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  };
+  wait_while(now + kWatchesGoLimit, [this] { return num_watches_.load() > 0 && !told_failure_.load(); });
+  wait_while(now + linger_, [this] { return num_admitted_.load() > 0; });
   stopping_.store(true);
+  wake();
+  thread_.join();
+}
+
+void StoreServer::wake() {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = write(wake_.get(), &one, sizeof(one));
-  thread_.join();
 }
 
 void StoreServer::serve() {
@@ -72,21 +85,30 @@ void StoreServer::serve_round(std::vector<pollfd>& polled, std::vector<Connectio
     polled.push_back({connection.socket.get(), events, 0});
     owners.push_back(&connection);
   }
-  // Greetings that take too long, and accepting after a shortage, need no better clock than this.
-  const bool timed = num_strangers_ > 0 || !accepts;
-  if (poll(polled.data(), polled.size(), timed ? 100 : -1) < 0) return;  // EINTR
+  // Greetings that take too long, accepting after a shortage, and watches need no better clock than this.
+  const bool timed = num_strangers_ > 0 || !accepts || !roll_.empty();
+  if (poll(polled.data(), polled.size(), timed ? kLookInterval.count() : -1) < 0) return;  // EINTR
+  awake_.advance(5 * kLookInterval);
+  uint64_t wakes = 0;
+  if (polled[0].revents != 0) [[maybe_unused]]
+    const ssize_t n = read(wake_.get(), &wakes, sizeof(wakes));
   for (size_t i = 0; i < owners.size(); ++i) {
     const short ready = polled[i + 2].revents;
     if ((ready & POLLOUT) != 0) flush(*owners[i]);
     if ((ready & ~POLLOUT) != 0 && !owners[i]->doomed) receive(*owners[i]);
   }
   if (polled[1].revents != 0) accept_all();
+  look_after_watches();
   const Deadline now = Clock::now();
   std::erase_if(connections_, [&](const Connection& connection) {
     const bool stranger = !connection.admitted();
     const bool gone = connection.doomed || (stranger && now >= connection.greeting_deadline);
     if (gone && stranger) --num_strangers_;
     if (gone && !stranger) num_admitted_.fetch_sub(1);
+    if (gone && connection.watched_rank >= 0) {
+      num_watches_.fetch_sub(1);
+      roll_.close(connection.watched_rank, awake_.now());
+    }
     return gone;
   });
 }
@@ -183,7 +205,51 @@ void StoreServer::answer(Connection& connection, const Request& request) {
       if (!connection.waits || connection.wanted_id != request.id) return;  // the answer is on its way
       connection.waits = false;
       return reply(connection, Status::kCancelled, request.id, "");
+    default:
+      return answer_watch(connection, request);
   }
+}
+
+void StoreServer::answer_watch(Connection& connection, const Request& request) {
+  if (request.operation == Operation::kJoin) {
+    const auto rank = store_wire::parse_number(request.key);
+    const auto watched = decode_watched(request.value);
+    const bool valid = connection.watched_rank < 0 && rank && *rank >= 0 && *rank < INT32_MAX && watched;
+    if (!valid || !roll_.join(static_cast<int>(*rank), *watched, awake_.now()))
+      return drop_malformed(connection);
+    connection.watched_rank = static_cast<int>(*rank);
+    num_watches_.fetch_add(1);
+    reply(connection, Status::kOk, request.id, encode(this_watched(kLookInterval, kLookInterval)));
+    if (told_failure_.load()) reply(connection, Status::kFailed, 0, roll_.failure());
+    if (told_end_) reply(connection, Status::kEnded, 0, "");
+    return;
+  }
+  const int rank = connection.watched_rank;
+  if (rank < 0) return drop_malformed(connection);
+  if (request.operation == Operation::kLeave) return roll_.leave(rank);
+  if (request.operation == Operation::kReport) {
+    roll_.report(rank, request.value, awake_.now());
+    return reply(connection, Status::kFailed, request.id, roll_.failure());
+  }
+  const auto stalled = roll_.beat(rank, awake_.now());
+  reply(connection, stalled.count() > 0 ? Status::kStalled : Status::kOk, request.id,
+        std::to_string(stalled.count()));
+}
+
+void StoreServer::tell_watches(Status status, const std::string& text) {
+  for (Connection& connection : connections_)
+    if (connection.watched_rank >= 0 && !connection.doomed) reply(connection, status, 0, text);
+}
+
+// Once per round.
+void StoreServer::look_after_watches() {
+  roll_.look(awake_.now());
+  const bool ends = ending_.load();
+  if (!told_failure_.load() && (roll_.may_tell(awake_.now()) || (ends && !roll_.failure().empty()))) {
+    tell_watches(Status::kFailed, roll_.failure());
+    told_failure_.store(true);
+  }
+  if (ends && !std::exchange(told_end_, true)) tell_watches(Status::kEnded, "");
 }
 
 // False if the store is full. Otherwise whoever waits for the key gets it.

@@ -10,7 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "comm/net/socket.h"
+#include "comm/net/handshake.h"
+#include "comm/tcp_store/roll.h"
 #include "comm/tcp_store/wire.h"
 
 namespace polyreme {
@@ -20,7 +21,8 @@ namespace polyreme {
 class StoreServer {
  public:
   StoreServer(FileDescriptor listener, std::string secret);
-  ~StoreServer();  // closes all connections
+  // Tells the watches that the store ends, and gives them time to go; then closes all connections.
+  ~StoreServer();
   StoreServer(const StoreServer&) = delete;
   StoreServer& operator=(const StoreServer&) = delete;
 
@@ -38,11 +40,13 @@ class StoreServer {
     bool waits = false;  // a kGet for `wanted` is open
     uint32_t wanted_id = 0;
     std::string wanted;
+    int watched_rank = -1;  // of a watch
     bool doomed = false;  // closed at the end of the round
 
     bool admitted() const { return handshake.stage() == ServerHandshake::Stage::kAdmitted; }
   };
 
+  void wake();
   void serve();
   void serve_round(std::vector<pollfd>& polled, std::vector<Connection*>& owners);
   void accept_all();
@@ -54,6 +58,9 @@ class StoreServer {
   void flush(Connection& connection);
   bool store_value(const std::string& key, std::string value);
   void drop_malformed(Connection& connection);
+  void answer_watch(Connection& connection, const store_wire::Request& request);
+  void tell_watches(store_wire::Status status, const std::string& text);
+  void look_after_watches();
 
   FileDescriptor listener_;
   FileDescriptor wake_;
@@ -64,8 +71,11 @@ class StoreServer {
   std::map<std::string, std::string> values_;
   size_t stored_bytes_ = 0;
   std::atomic<int64_t> num_refused_{0}, num_malformed_{0};
-  std::atomic<int> num_admitted_{0};
-  std::atomic<bool> stopping_{false};
+  std::atomic<int> num_admitted_{0}, num_watches_{0};
+  std::atomic<bool> ending_{false}, stopping_{false}, told_failure_{false};
+  AwakeClock awake_;
+  Roll roll_;
+  bool told_end_ = false;
   std::chrono::milliseconds linger_{0};
   const int owner_pid_;
   std::thread thread_;

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "comm/net/handshake.h"
+#include "comm/tcp_store/open.h"
 #include "comm/tcp_store/server.h"
 #include "comm/tcp_store/wire.h"
 
@@ -28,16 +29,8 @@ class Client final : public TcpStore {
       : timeout_(options.timeout),
         port_(port),
         where_(endpoint_text(options.host, port)),
-        server_(std::move(server)) {
-    const Deadline deadline = Clock::now() + options.timeout;
-    socket_ = dial(options.host, port,
-                   {.limit = options.timeout,
-                    .what = "no store",
-                    .remedy = "; did rank 0 start, and can this host reach it?"});
-    // `deadline` is of the start-up; a foreign program is recognised earlier.
-    greet(socket_, store_wire::kProtocol, options.secret, "", "", where_,
-          std::min(deadline, Clock::now() + options.greeting_limit));
-  }
+        server_(std::move(server)),
+        socket_(open_store(options, port)) {}
   ~Client() override {
     socket_ = FileDescriptor();
     if (server_ && std::uncaught_exceptions() > exceptions_at_birth_) server_->set_linger(kLinger);
@@ -156,6 +149,18 @@ std::string Client::get(const std::string& key, std::chrono::milliseconds limit)
 }
 
 }  // namespace
+
+FileDescriptor open_store(const TcpStoreOptions& options, int port) {
+  const Deadline deadline = Clock::now() + options.timeout;
+  FileDescriptor socket = dial(options.host, port,
+                               {.limit = options.timeout,
+                                .what = "no store",
+                                .remedy = "; did rank 0 start, and can this host reach it?"});
+  // `deadline` is of the start-up; a foreign program is recognised earlier.
+  greet(socket, store_wire::kProtocol, options.secret, "", "", endpoint_text(options.host, port),
+        std::min(deadline, Clock::now() + options.greeting_limit));
+  return socket;
+}
 
 std::unique_ptr<TcpStore> TcpStore::serve(const TcpStoreOptions& options) {
   FileDescriptor listener =

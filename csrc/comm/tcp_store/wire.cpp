@@ -40,7 +40,7 @@ std::optional<Request> decode_request(std::string_view payload) {
   const size_t key_bytes = load_u32(payload.substr(5));
   const std::string_view rest = payload.substr(kRequestHeadBytes);
   const bool valid = operation >= static_cast<uint8_t>(Operation::kSet) &&
-                     operation <= static_cast<uint8_t>(Operation::kCancel) && key_bytes <= kMaxKeyBytes &&
+                     operation <= static_cast<uint8_t>(Operation::kLeave) && key_bytes <= kMaxKeyBytes &&
                      key_bytes <= rest.size() && rest.size() - key_bytes <= kMaxValueBytes;
   if (!valid) return std::nullopt;
   return Request{static_cast<Operation>(operation), load_u32(payload.substr(1)),
@@ -50,7 +50,7 @@ std::optional<Request> decode_request(std::string_view payload) {
 std::optional<Reply> decode_reply(std::string_view payload) {
   if (payload.size() < kReplyHeadBytes) return std::nullopt;
   const auto status = static_cast<uint8_t>(payload[0]);
-  if (status < static_cast<uint8_t>(Status::kOk) || status > static_cast<uint8_t>(Status::kFull))
+  if (status < static_cast<uint8_t>(Status::kOk) || status > static_cast<uint8_t>(Status::kEnded))
     return std::nullopt;
   return Reply{static_cast<Status>(status), load_u32(payload.substr(1)),
                std::string(payload.substr(kReplyHeadBytes))};

@@ -15,6 +15,13 @@
 //
 // A client has one request open, except that kCancel follows a kGet with the same id: the store
 // then answers that id at once, if it has not done so already.
+//
+// A watch (watch.h) has a connection of its own: kJoin first, with its rank as the key and a line about its
+// process as the value, answered by the line of the store's own process; then kBeat in every interval,
+// kReport with the text of a failure, kLeave at the end. A beat is answered by kOk, or by kStalled with the
+// milliseconds for which the store had not heard of the rank; a report by kFailed with the text of the
+// job's first failure. To the others kFailed comes unasked, with id 0, and so does kEnded, when the store
+// ends in order.
 
 namespace polyreme::store_wire {
 
@@ -26,8 +33,27 @@ inline constexpr size_t kRequestHeadBytes = 1 + 4 + 4;
 inline constexpr size_t kReplyHeadBytes = 1 + 4;
 inline constexpr size_t kMaxFrameBytes = kRequestHeadBytes + kMaxKeyBytes + kMaxValueBytes;
 
-enum class Operation : uint8_t { kSet = 1, kGet = 2, kTryGet = 3, kAdd = 4, kCancel = 5 };
-enum class Status : uint8_t { kOk = 1, kMissing = 2, kCancelled = 3, kNotANumber = 4, kFull = 5 };
+enum class Operation : uint8_t {
+  kSet = 1,
+  kGet = 2,
+  kTryGet = 3,
+  kAdd = 4,
+  kCancel = 5,
+  kJoin = 6,
+  kBeat = 7,
+  kReport = 8,
+  kLeave = 9
+};
+enum class Status : uint8_t {
+  kOk = 1,
+  kMissing = 2,
+  kCancelled = 3,
+  kNotANumber = 4,
+  kFull = 5,
+  kStalled = 6,
+  kFailed = 7,
+  kEnded = 8
+};
 
 struct Request {
   Operation operation;

@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("polyreme.cli.run", "start a script as N ranks on this machine"),
     "data": ("polyreme.cli.data", "make and inspect token files"),
     "verify": ("polyreme.cli.verify", "compare a script's bits over layouts"),
+    "comm-report": ("polyreme.cli.comm_report", "say what went wrong between ranks"),
     "doctor": ("polyreme.cli.doctor", "show what this machine and this build can do"),
     "bench": ("polyreme.cli.bench", "measure speed against other libraries"),
 }

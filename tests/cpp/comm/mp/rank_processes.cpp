@@ -13,7 +13,6 @@
 #include <cstring>
 
 #include "comm/rank_threads.h"
-#include "comm/tcp_store.h"
 
 namespace polyreme {
 namespace {
@@ -71,9 +70,7 @@ RankProcesses::RankProcesses(int size, const RankMain& rank_main) : ranks_(stati
 void RankProcesses::run_child(int rank, const RankMain& rank_main, int listener) {
   std::string outcome;
   try {
-    TcpStoreOptions options;
-    options.port = port_;
-    options.secret = kSecret;
+    TcpStoreOptions options = store_options();
     options.greeting_limit = options.timeout;
     if (rank == 0) {
       options.listen_fd = listener;
@@ -92,6 +89,8 @@ void RankProcesses::run_child(int rank, const RankMain& rank_main, int listener)
   [[maybe_unused]] const ssize_t written = write(own_outcome_fd_, outcome.data(), outcome.size());
   _exit(outcome == "ok" ? 0 : 1);
 }
+
+TcpStoreOptions RankProcesses::store_options() const { return {.port = port_, .secret = kSecret}; }
 
 RankProcesses::~RankProcesses() {
   for (Child& child : ranks_) {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/store.h"
+#include "comm/tcp_store.h"
 
 namespace polyreme {
 
@@ -37,6 +37,8 @@ class RankProcesses {
   void kill(int rank, int signal);
   // Waits for a child to call `ready`.
   void wait_until_ready(int rank);
+  // In a child: of the job's store, for a second connection.
+  TcpStoreOptions store_options() const;
   // In a child: lets wait_until_ready return.
   void ready() const;
   // Waits for all; kills what is left at `limit`.
