@@ -418,8 +418,10 @@ std::vector<LinkSockets> connect_world(Store& store, const std::string& key, con
   try {
     return connect_ranks(listener, options, num_refused);
   } catch (const CommError& failure) {
-    const bool first = store.add(key + "/failures", 1) == 1;
-    if (first) store.set(failure_key, concat(self, ": ", failure.what()));
+    // Whoever comes second suffers from the first.
+    if (store.add(key + "/failures", 1) > 1)
+      throw CommError(concat("group '", options.group, "': ", store.get(failure_key, kTimeToClose)));
+    store.set(failure_key, concat(self, ": ", failure.what()));
     throw;
   }
 }
