@@ -50,8 +50,10 @@ FileDescriptor dial_rank(const ConnectOptions& options, int peer, Channel channe
     greet(socket, tcp_wire::kProtocol, options.secret, encode(claim), options.context,
           endpoint_text(to.address, to.port), options.deadline);
   } catch (const CommError& failure) {
-    throw CommError(concat(to.who, " did not let this rank in: ", failure.what(), "; this rank is at ",
-                           options.interface.text));
+    const std::string text = concat(to.who, " did not let this rank in: ", failure.what(),
+                                    "; this rank is at ", options.interface.text);
+    require<Timeout>(Clock::now() < options.deadline, text);
+    throw CommError(text);
   }
   return socket;
 }

@@ -32,7 +32,7 @@ constexpr microseconds kSpin{50};
 // which on a slow link takes long.
 constexpr milliseconds kTryInterval{250};
 // How long the control connection has to say why a data connection ended, and the other way round.
-constexpr milliseconds kTimeToExplain{200};
+constexpr milliseconds kTimeToExplain{500};
 constexpr milliseconds kTimeToClose{1000};
 // Two ranks that die together are both named: the second has this long to be noticed.
 constexpr milliseconds kSecondLook{20};

@@ -370,7 +370,6 @@ TEST(TcpFault, ARankWithAnotherSecretIsRefusedAndTheOthersLearnIt) {
 TEST(TcpFault, ARankThatDiesWhileTheLinksAreMade) {
   for (const int victim : {0, 2}) {
     RankProcesses ranks(3, [&](RankProcesses&, Store& store, int rank) {
-      // The records are complete; each counts for itself.
       class DyingStore : public InterceptedStore {
        public:
         using InterceptedStore::InterceptedStore;
@@ -382,7 +381,7 @@ TEST(TcpFault, ARankThatDiesWhileTheLinksAreMade) {
       } dying(store, [](const std::string&, std::string value) { return value; });
       TcpEndpointOptions options = tcp_options();
       options.init_limit = seconds(2);
-      // The store lives with rank 0: there it is rank 1 that plays the part of rank 0.
+      // The store lives in process 0, so the one that dies as rank 0 is another.
       const int role = victim == 0 ? (rank + 2) % 3 : rank;
       make_tcp_endpoint(role == victim ? static_cast<Store&>(dying) : store, role, 3, options);
     });
