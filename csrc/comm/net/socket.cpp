@@ -173,10 +173,12 @@ FileDescriptor dial(const std::string& host, int port, const DialOptions& option
   std::string tried;
   for (const auto& [address, error] : answers)
     tried += concat(tried.empty() ? "" : "; ", address, ": ", std::strerror(error));
-  const double seconds = static_cast<double>(options.limit.count()) / 1000;
-  const std::string text = concat(options.what, " at ", endpoint_text(host, port), " within ", seconds,
-                                  " s (tried ", tried, ")", options.remedy);
-  require<PeerLost>(Clock::now() >= deadline, text);
+  const bool late = Clock::now() >= deadline;
+  const std::string text = concat(
+      options.what, " at ", endpoint_text(host, port),
+      late ? concat(" within ", static_cast<double>(options.limit.count()) / 1000, " s") : std::string(),
+      " (tried ", tried, ")", options.remedy);
+  require<PeerLost>(late, text);
   throw Timeout(text);
 }
 

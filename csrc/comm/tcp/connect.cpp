@@ -36,8 +36,8 @@ FileDescriptor dial_rank(const ConnectOptions& options, int peer, Channel channe
   const PeerAddress& to = options.ranks[static_cast<size_t>(peer)];
   const std::string what = concat(to.who, " does not answer");
   const std::string remedy =
-      concat("; this rank listens at ", options.interface.text,
-             "; check that the hosts reach each other there, or name another interface on each");
+      concat("; this rank is at ", options.interface.text,
+             "; check that the hosts reach each other there, or name other interfaces");
   FileDescriptor socket = dial(to.address, to.port,
                                {.limit = time_left(options.deadline),
                                 .insist = false,
@@ -45,9 +45,16 @@ FileDescriptor dial_rank(const ConnectOptions& options, int peer, Channel channe
                                 .remedy = remedy.c_str()});
   const tcp_wire::Claim claim{static_cast<uint32_t>(options.rank), static_cast<uint32_t>(peer),
                               static_cast<uint32_t>(channel)};
-  // The peer may first have to wait for others.
-  greet(socket, tcp_wire::kProtocol, options.secret, encode(claim), options.context,
-        concat(endpoint_text(to.address, to.port), " (", to.who, ")"), options.deadline);
+  try {
+    // The peer may first have to wait for others.
+    greet(socket, tcp_wire::kProtocol, options.secret, encode(claim), options.context,
+          endpoint_text(to.address, to.port), options.deadline);
+  } catch (const CommError& failure) {
+    const std::string text = concat(to.who, " did not let this rank in: ", failure.what(),
+                                    "; this rank is at ", options.interface.text);
+    require<Timeout>(Clock::now() < options.deadline, text);
+    throw CommError(text);
+  }
   return socket;
 }
 

@@ -21,7 +21,6 @@ class DataLink {
  public:
   enum class Progress : uint8_t { kNone, kMoved, kBroken };
 
-  DataLink() = default;
   // `self` and `peer`: "rank 2 (host a, pid 123)"
   DataLink(FileDescriptor socket, std::string self, std::string peer);
 

@@ -32,7 +32,7 @@ constexpr microseconds kSpin{50};
 // which on a slow link takes long.
 constexpr milliseconds kTryInterval{250};
 // How long the control connection has to say why a data connection ended, and the other way round.
-constexpr milliseconds kTimeToExplain{200};
+constexpr milliseconds kTimeToExplain{500};
 constexpr milliseconds kTimeToClose{1000};
 // Two ranks that die together are both named: the second has this long to be noticed.
 constexpr milliseconds kSecondLook{20};
@@ -418,8 +418,10 @@ std::vector<LinkSockets> connect_world(Store& store, const std::string& key, con
   try {
     return connect_ranks(listener, options, num_refused);
   } catch (const CommError& failure) {
-    const bool first = store.add(key + "/failures", 1) == 1;
-    if (first) store.set(failure_key, concat(self, ": ", failure.what()));
+    // Whoever comes second suffers from the first.
+    if (store.add(key + "/failures", 1) > 1)
+      throw CommError(concat("group '", options.group, "': ", store.get(failure_key, kTimeToClose)));
+    store.set(failure_key, concat(self, ": ", failure.what()));
     throw;
   }
 }
