@@ -112,7 +112,7 @@ def init(
     env = environment if environment is not None else read_rank_environment()
     start = time.monotonic()
     with meet(env, init_timeout_s) as meeting:
-        left_s = max(0.001, init_timeout_s - (time.monotonic() - start))
+        left_s = max(0.001, init_timeout_s - round(time.monotonic() - start, 1))
         core = _core.make_world(
             rank=env.rank,
             size=env.size,

@@ -275,8 +275,10 @@ def _placed(
     set; remedy says how.
     """
     port = _integer(env, "MASTER_PORT", 1, 65535) if "MASTER_PORT" in env else 0
-    if found.local_size < found.size and not port:
+    if found.local_size < found.size and derived_port and not port:
         port = derived_port
+        text = f"MASTER_PORT is not set; {port} is derived from {found.job_id}"
+        found = dataclasses.replace(found, origin="; ".join(filter(None, [found.origin, text])))
     if found.local_size < found.size and remedy:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:
@@ -318,7 +320,7 @@ def _local(env: Mapping[str, str], rank_name: str, size_name: str, rank: int, si
     """(local rank, local size); where the launcher does not say, all ranks are on one host."""
     local_size = _integer(env, size_name, 1, size) if size_name in env else size
     if rank_name in env:
-        local_rank = _integer(env, rank_name, 0, rank)
+        local_rank = _integer(env, rank_name, 0, size - 1)
     elif local_size == size:
         local_rank = rank
     else:
