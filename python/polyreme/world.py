@@ -36,7 +36,10 @@ class Lanes:
 
 
 class World:
-    """All ranks of the job, with this rank's device. Made by `init`."""
+    """All ranks of the job, with this rank's device. Made by `init`.
+
+    local_rank, local_size: this rank among those that its host runs, as the launcher says.
+    """
 
     def __init__(self, core: _core.World, local_rank: int = 0, local_size: int = 1) -> None:
         self._core = core

@@ -224,7 +224,7 @@ def test_o_fl_09_two_jobs_at_once(tmp_path, mpirun):
     """With default settings: both use one folder, each gets its own sum."""
     need(mpirun)
     runtime = tmp_path / "runtime"
-    for i in range(4):
+    for i in range(3):
         jobs = []
         for value in (1, 100):
             folder = tmp_path / f"{i}-{value}"

@@ -29,8 +29,9 @@ class RankEnvironment:
         port; 0 if there is none.
     secret: admits a process to the job; from POLYREME_SECRET, empty if not set. See `meet`.
     secret_file: POLYREME_SECRET_FILE, empty if not set.
-    job_id: equal on all ranks of a job. Empty if the launcher has no name for it: then the process
-        that started the ranks, known by `rank_variables` that it does not share with them, names it.
+    job_id: equal on all ranks of a job. Empty if the launcher gives it no name: then the process
+        that started the ranks is its name.
+    rank_variables: that process is the nearest above this one in which they are different.
     store_fd: on rank 0 of `polyreme run`, the inherited listening socket; otherwise None.
     port_is_held: somebody has listened on master_port since before the ranks started.
     num_threads: POLYREME_NUM_THREADS, or None if not set.
@@ -287,7 +288,13 @@ def _placed(
                 f" several hosts need {' and '.join(missing)}, which is not set: {remedy}, where HOST is the"
                 " host of rank 0"
             )
-    return dataclasses.replace(found, master_addr=env.get("MASTER_ADDR", found.master_addr), master_port=port)
+    return dataclasses.replace(
+        found,
+        master_addr=env.get("MASTER_ADDR", found.master_addr),
+        master_port=port,
+        # The process that started the ranks is another one on every host.
+        job_id=found.job_id or (f"job-{port}" if port else ""),
+    )
 
 
 def _integer(env: Mapping[str, str], name: str, low: int, high: int) -> int:
