@@ -33,7 +33,10 @@ class Lanes:
 
 
 class World:
-    """All ranks of the job, with this rank's device. Made by `init`."""
+    """All ranks of the job, with this rank's device. Made by `init`.
+
+    local_rank, local_size: this rank among those that its host runs, as the launcher says.
+    """
 
     def __init__(self, core: _core.World, local_rank: int = 0, local_size: int = 1) -> None:
         self._core = core
@@ -116,7 +119,7 @@ def init(
     env = environment if environment is not None else read_rank_environment()
     start = time.monotonic()
     with meet(env, init_timeout_s) as meeting:
-        left_s = max(0.001, init_timeout_s - (time.monotonic() - start))
+        left_s = max(0.001, init_timeout_s - round(time.monotonic() - start, 1))
         core = _core.make_world(
             rank=env.rank,
             size=env.size,

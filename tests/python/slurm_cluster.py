@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 
-from helpers import HANG_S, clean_environment
+from helpers import HANG_S, clean_environment, processes_with
 
 PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/usr/local/sbin"])
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
@@ -85,7 +85,7 @@ class Cluster:
         return self
 
     def stop(self):
-        """Ends every daemon that was started, the last one first."""
+        """Ends every daemon that was started, the last one first, and waits for what they have started."""
         for process in reversed(self.daemons):
             process.terminate()
             try:
@@ -93,6 +93,10 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        deadline = time.monotonic() + HANG_S
+        while left := processes_with("POLYREME_TEST_JOB", self.folder):
+            assert time.monotonic() < deadline, f"left behind: {left}"
+            time.sleep(0.05)
 
     def srun(self, *arguments, **environment):
         """srun, whose job may not outlive it."""

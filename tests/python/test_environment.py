@@ -355,6 +355,8 @@ def test_jobs_of_a_launcher_have_names_of_their_own():
     assert name(SRUN) == name({**SRUN, **SRUN_0}) != name(SRUN, SLURM_RESTART_COUNT="1")
     assert name(PALS) != name(PALS, PALS_APID="other")
     assert name(HYDRA) == ""  # the process that starts the ranks names it
+    hosts = {**HYDRA, "PMI_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "777"}
+    assert name(hosts) == "job-777"  # on several hosts it is not the same one
     long = name(OPEN_MPI, PMIX_NAMESPACE="prterun-" + "x" * 90 + "-77@1")
     assert len(long) == 64
     assert long != name(OPEN_MPI, PMIX_NAMESPACE="prterun-" + "x" * 90 + "-78@1")

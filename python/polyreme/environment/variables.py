@@ -29,8 +29,9 @@ class RankEnvironment:
         port; 0 if there is none.
     secret: admits a process to the job; from POLYREME_SECRET, empty if not set. See `meet`.
     secret_file: POLYREME_SECRET_FILE, empty if not set.
-    job_id: equal on all ranks of a job. Empty if the launcher has no name for it: then the process
-        that started the ranks, known by `rank_variables` that it does not share with them, names it.
+    job_id: equal on all ranks of a job. Empty if the launcher gives it no name: then the process
+        that started the ranks is its name.
+    rank_variables: that process is the nearest above this one in which they are different.
     store_fd: on rank 0 of `polyreme run`, the inherited listening socket; otherwise None.
     port_is_held: somebody has listened on master_port since before the ranks started.
     num_threads: POLYREME_NUM_THREADS, or None if not set.
@@ -275,8 +276,10 @@ def _placed(
     set; remedy says how.
     """
     port = _integer(env, "MASTER_PORT", 1, 65535) if "MASTER_PORT" in env else 0
-    if found.local_size < found.size and not port:
+    if found.local_size < found.size and derived_port and not port:
         port = derived_port
+        text = f"MASTER_PORT is not set; {port} is derived from {found.job_id}"
+        found = dataclasses.replace(found, origin="; ".join(filter(None, [found.origin, text])))
     if found.local_size < found.size and remedy:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
         if missing:
@@ -285,7 +288,13 @@ def _placed(
                 f" several hosts need {' and '.join(missing)}, which is not set: {remedy}, where HOST is the"
                 " host of rank 0"
             )
-    return dataclasses.replace(found, master_addr=env.get("MASTER_ADDR", found.master_addr), master_port=port)
+    return dataclasses.replace(
+        found,
+        master_addr=env.get("MASTER_ADDR", found.master_addr),
+        master_port=port,
+        # The process that started the ranks is another one on every host.
+        job_id=found.job_id or (f"job-{port}" if port else ""),
+    )
 
 
 def _integer(env: Mapping[str, str], name: str, low: int, high: int) -> int:
@@ -318,7 +327,7 @@ def _local(env: Mapping[str, str], rank_name: str, size_name: str, rank: int, si
     """(local rank, local size); where the launcher does not say, all ranks are on one host."""
     local_size = _integer(env, size_name, 1, size) if size_name in env else size
     if rank_name in env:
-        local_rank = _integer(env, rank_name, 0, rank)
+        local_rank = _integer(env, rank_name, 0, size - 1)
     elif local_size == size:
         local_rank = rank
     else:
