@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -95,8 +94,8 @@ typename Format::Stored draw_element(const Format& format, Draw draw, int rank, 
   if constexpr (std::is_integral_v<C>) {
     return format.store(static_cast<C>(z));
   } else {
-    return format.store(static_cast<C>(
-        std::ldexp(static_cast<double>(static_cast<int64_t>(z)), static_cast<int>(z % 17) - 71)));
+    const double scale = 0x1p-71 * static_cast<double>(1 << (z % 17));
+    return format.store(static_cast<C>(static_cast<double>(static_cast<int64_t>(z)) * scale));
   }
 }
 

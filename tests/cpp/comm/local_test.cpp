@@ -70,8 +70,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Place{3, CpuExecutor::kImmediate}, Place{4, CpuExecutor::kImmediate},
                       Place{7, CpuExecutor::kImmediate}, Place{8, CpuExecutor::kImmediate},
                       Place{1, CpuExecutor::kDeferred}, Place{2, CpuExecutor::kDeferred},
-                      Place{3, CpuExecutor::kDeferred}, Place{4, CpuExecutor::kDeferred},
-                      Place{7, CpuExecutor::kDeferred}, Place{8, CpuExecutor::kDeferred}),
+                      Place{3, CpuExecutor::kDeferred}, Place{4, CpuExecutor::kDeferred}),
     place_name);
 
 // Runs on the immediate executor with a short timeout.

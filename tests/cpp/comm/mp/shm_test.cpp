@@ -52,13 +52,13 @@ TEST_P(ShmGroup, StreamsAndSubgroups) {
 std::string place_name(const ::testing::TestParamInfo<Place>& info) {
   return concat(info.param.executor == CpuExecutor::kImmediate ? "immediate" : "deferred", info.param.size);
 }
-INSTANTIATE_TEST_SUITE_P(
-    Sizes, ShmGroup,
-    ::testing::Values(Place{1, CpuExecutor::kImmediate}, Place{2, CpuExecutor::kImmediate},
-                      Place{3, CpuExecutor::kImmediate}, Place{4, CpuExecutor::kImmediate},
-                      Place{7, CpuExecutor::kImmediate}, Place{8, CpuExecutor::kImmediate},
-                      Place{2, CpuExecutor::kDeferred}, Place{4, CpuExecutor::kDeferred}),
-    place_name);
+INSTANTIATE_TEST_SUITE_P(Sizes, ShmGroup,
+                         ::testing::Values(Place{1, CpuExecutor::kImmediate},
+                                           Place{2, CpuExecutor::kImmediate},
+                                           Place{4, CpuExecutor::kImmediate},
+                                           Place{7, CpuExecutor::kImmediate},
+                                           Place{3, CpuExecutor::kDeferred}),
+                         place_name);
 
 }  // namespace
 }  // namespace polyreme
