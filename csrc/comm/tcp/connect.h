@@ -10,14 +10,14 @@
 namespace polyreme {
 
 // An address of this host, and how it was found.
-struct Interface {
+struct NetworkInterface {
   std::string address;  // numeric
   std::string text;     // "10.0.0.1 (interface eth0)"
 };
 // `wanted`: the name of an interface, or an address or name of this host. Where it is empty: the address
 // from which this host reaches `store_host`; loopback if that is empty, too. Throws CommError
 // with what this host has.
-Interface choose_interface(const std::string& wanted, const std::string& store_host);
+NetworkInterface choose_interface(const std::string& wanted, const std::string& store_host);
 
 struct PeerAddress {
   std::string who;  // "rank 2 (host a, pid 123)"
@@ -33,7 +33,7 @@ struct ConnectOptions {
   std::string group;               // its name, for messages
   std::string context;             // as no other group's: what belongs elsewhere is refused
   std::string secret;
-  Interface interface;
+  NetworkInterface interface;
   Deadline deadline;
   // Called every 100 ms or so while this rank waits for higher ones; throws to give up.
   std::function<void()> look;

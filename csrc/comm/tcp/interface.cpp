@@ -69,7 +69,7 @@ std::string source_towards(const std::string& host) {
 
 }  // namespace
 
-Interface choose_interface(const std::string& wanted, const std::string& store_host) {
+NetworkInterface choose_interface(const std::string& wanted, const std::string& store_host) {
   const std::vector<NamedAddress> own = own_addresses();
   std::vector<std::string> candidates;
   if (wanted.empty()) {
