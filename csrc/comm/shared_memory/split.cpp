@@ -6,18 +6,12 @@
 #include <map>
 
 #include "comm/shared_memory/shared_transport.h"
+#include "comm/split.h"
 
 namespace polyreme {
 namespace {
 
-constexpr size_t kMaxNameBytes = 200;
-
-struct Wish {
-  int32_t color = -1;
-  int32_t key = 0;
-  char name[kMaxNameBytes + 1] = {};
-};
-static_assert(sizeof(Wish) <= kNoteBytes);
+static_assert(sizeof(SplitWish) <= kNoteBytes);
 
 // The memory of a new group as its first member reports it.
 struct Offer {
@@ -39,39 +33,12 @@ std::vector<Note> exchange(SharedGroup& group, const Note& note) {
   return notes;
 }
 
-// Members of each color in order of (key, rank).
-std::map<int, std::vector<int>> members_by_color(const std::vector<Wish>& wishes) {
-  std::map<int, std::vector<int>> members;
-  for (size_t r = 0; r < wishes.size(); ++r)
-    if (wishes[r].color >= 0) members[wishes[r].color].push_back(static_cast<int>(r));
-  for (auto& [color, ranks] : members)
-    std::stable_sort(ranks.begin(), ranks.end(), [&](int a, int b) {
-      return wishes[static_cast<size_t>(a)].key < wishes[static_cast<size_t>(b)].key;
-    });
-  return members;
-}
-
-// Empty if the members of each new group agree on its name.
-std::string name_conflict(const std::vector<Wish>& wishes, const std::map<int, std::vector<int>>& members) {
-  for (const auto& [color, ranks] : members)
-    for (const int r : ranks) {
-      const char* first = wishes[static_cast<size_t>(ranks.front())].name;
-      const char* other = wishes[static_cast<size_t>(r)].name;
-      if (std::strcmp(first, other) != 0)
-        return concat("split: the group of color ", color, " is '", first, "' on rank ", ranks.front(),
-                      " and '", other, "' on rank ", r);
-    }
-  return {};
-}
-
 }  // namespace
 
 std::unique_ptr<Transport> SharedTransport::split(const CollectiveCall& call, int color, int key,
                                                   const std::string& name) {
   group_->begin(call, group_->options().timeout);
-  Wish wish{.color = color, .key = key};
-  std::memcpy(wish.name, name.c_str(), name.size());
-  const std::vector<Wish> wishes = exchange(*group_, wish);
+  const std::vector<SplitWish> wishes = exchange(*group_, SplitWish::of(color, key, name));
   const std::map<int, std::vector<int>> members = members_by_color(wishes);
   if (const std::string conflict = name_conflict(wishes, members); !conflict.empty()) {
     group_->fail(FailureKind::kMismatch, conflict);

@@ -33,29 +33,34 @@ inline std::string outcome_of(const std::exception_ptr& error) {
   }
 }
 
-// Runs `rank_main` on a thread per rank of a local group, each with a device of its own. The
-// communicator dies with the thread's function, by an exception too. Returns "ok" or
-// "<class>: <message>" by rank.
-inline std::vector<std::string> run_on_threads(int size, const CommOptions& options,
+// Runs `rank_main` on a thread per rank, each with a device of its own. The communicator dies with the
+// thread's function, by an exception too. Returns "ok" or "<class>: <message>" by rank.
+inline std::vector<std::string> run_on_threads(std::vector<std::unique_ptr<Communicator>> communicators,
                                                const CpuDeviceOptions& device_options,
                                                const std::function<void(Communicator&, Device&)>& rank_main) {
-  auto communicators = make_local_communicators(size, options);
-  std::vector<std::exception_ptr> errors(static_cast<size_t>(size));
+  std::vector<std::exception_ptr> errors(communicators.size());
   std::vector<std::thread> threads;
-  for (int r = 0; r < size; ++r)
-    threads.emplace_back([&, r, mine = std::move(communicators[static_cast<size_t>(r)])]() mutable {
+  for (size_t r = 0; r < communicators.size(); ++r)
+    threads.emplace_back([&, r, mine = std::move(communicators[r])]() mutable {
       try {
         const auto device = make_cpu_device(device_options);
         const auto communicator = std::move(mine);
         rank_main(*communicator, *device);
       } catch (...) {
-        errors[static_cast<size_t>(r)] = std::current_exception();
+        errors[r] = std::current_exception();
       }
     });
   for (std::thread& thread : threads) thread.join();
   std::vector<std::string> outcomes;
   for (const std::exception_ptr& error : errors) outcomes.push_back(outcome_of(error));
   return outcomes;
+}
+
+// The same over a local group.
+inline std::vector<std::string> run_on_threads(int size, const CommOptions& options,
+                                               const CpuDeviceOptions& device_options,
+                                               const std::function<void(Communicator&, Device&)>& rank_main) {
+  return run_on_threads(make_local_communicators(size, options), device_options, rank_main);
 }
 
 }  // namespace polyreme
