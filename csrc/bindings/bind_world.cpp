@@ -50,7 +50,8 @@ void bind_world(py::module_& m) {
       .def("leave", &World::leave, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("failure",
                              [](const World& w) { return w.watch() ? w.watch()->failure() : std::string(); })
-      .def_property_readonly("num_stalls", [](const World& w) { return w.watch() ? w.watch()->num_stalls() : 0; })
+      .def_property_readonly("num_stalls",
+                             [](const World& w) { return w.watch() ? w.watch()->num_stalls() : int64_t{0}; })
       .def("freeze_watch",
            [](const World& w) {
              if (w.watch()) w.watch()->freeze();
@@ -106,7 +107,8 @@ void bind_world(py::module_& m) {
       },
       py::return_value_policy::take_ownership, py::kw_only(), "rank"_a, "size"_a, "master_addr"_a,
       "master_port"_a, "store_fd"_a, "secret"_a, "job_id"_a, "init_timeout_s"_a, "timeout_s"_a,
-      "greeting_limit_s"_a, "heartbeat_s"_a, "peer_timeout_s"_a, "record_dir"_a, "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a, "progress"_a);
+      "greeting_limit_s"_a, "heartbeat_s"_a, "peer_timeout_s"_a, "record_dir"_a, "num_threads"_a, "isa"_a,
+      "executor"_a, "schedule_seed"_a, "progress"_a);
   m.def(
       "make_local_worlds",
       [](int size, int num_threads, const std::string& isa, const std::string& executor,
