@@ -80,6 +80,7 @@ class ArrayGroup {
           {Transfer::Kind::kReceive, view("exchange: an array to receive", array, true), peer});
     return issue([&](Stream& stream) { return group_.exchange(transfers, stream); });
   }
+  void set_label(const std::string& label) { group_.set_label(label); }
   void barrier(double timeout_s) {
     group_.barrier(std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)));
   }
@@ -120,6 +121,7 @@ void bind_group(py::module_& m) {
       .def("all_to_all", &ArrayGroup::all_to_all, "input"_a, "output"_a, "send_counts"_a, "receive_counts"_a,
            keep_group)
       .def("exchange", &ArrayGroup::exchange, "sends"_a, "receives"_a, keep_group)
+      .def("set_label", &ArrayGroup::set_label, "label"_a)
       .def("barrier", &ArrayGroup::barrier, "timeout_s"_a, py::call_guard<py::gil_scoped_release>());
 }
 

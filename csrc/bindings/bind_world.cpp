@@ -46,6 +46,16 @@ void bind_world(py::module_& m) {
           "abort", [](const World& w, const std::string& reason) { w.communicator().abort(reason); },
           "reason"_a, py::call_guard<py::gil_scoped_release>())
       .def("stop_background", &World::stop_background, "reason"_a, py::call_guard<py::gil_scoped_release>())
+      .def("report_failure", &World::report_failure, "text"_a, py::call_guard<py::gil_scoped_release>())
+      .def("leave", &World::leave, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("failure",
+                             [](const World& w) { return w.watch() ? w.watch()->failure() : std::string(); })
+      .def_property_readonly("num_stalls",
+                             [](const World& w) { return w.watch() ? w.watch()->num_stalls() : int64_t{0}; })
+      .def("freeze_watch",
+           [](const World& w) {
+             if (w.watch()) w.watch()->freeze();
+           })
       .def("memory",
            [](const World& w) {
              const MemoryStats stats = w.device().memory();
@@ -70,8 +80,9 @@ void bind_world(py::module_& m) {
       "make_world",
       [](int rank, int size, const std::string& master_addr, int master_port, int store_fd,
          const std::string& secret, const std::string& job_id, double init_timeout_s, double timeout_s,
-         double greeting_limit_s, int num_threads, const std::string& isa, const std::string& executor,
-         uint64_t schedule_seed, const py::function& progress) {
+         double greeting_limit_s, double heartbeat_s, double peer_timeout_s, const std::string& record_dir,
+         int num_threads, const std::string& isa, const std::string& executor, uint64_t schedule_seed,
+         const py::function& progress) {
         const WorldOptions options{.rank = rank,
                                    .size = size,
                                    .master_addr = master_addr,
@@ -87,13 +98,17 @@ void bind_world(py::module_& m) {
                                          const py::gil_scoped_acquire acquire;
                                          progress(text);
                                        },
+                                   .heartbeat_interval = milliseconds(heartbeat_s),
+                                   .peer_timeout = milliseconds(peer_timeout_s),
+                                   .record_dir = record_dir,
                                    .device = device_options(num_threads, isa, executor, schedule_seed)};
         const py::gil_scoped_release release;
         return make_world(options).release();
       },
       py::return_value_policy::take_ownership, py::kw_only(), "rank"_a, "size"_a, "master_addr"_a,
       "master_port"_a, "store_fd"_a, "secret"_a, "job_id"_a, "init_timeout_s"_a, "timeout_s"_a,
-      "greeting_limit_s"_a, "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a, "progress"_a);
+      "greeting_limit_s"_a, "heartbeat_s"_a, "peer_timeout_s"_a, "record_dir"_a, "num_threads"_a, "isa"_a,
+      "executor"_a, "schedule_seed"_a, "progress"_a);
   m.def(
       "make_local_worlds",
       [](int size, int num_threads, const std::string& isa, const std::string& executor,

@@ -12,8 +12,8 @@
 #include <cstring>
 
 #include "base/error.h"
-#include "comm/shared_memory/process.h"
 #include "comm/net/socket.h"
+#include "comm/shared_memory/process.h"
 
 namespace polyreme {
 namespace {

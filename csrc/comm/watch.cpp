@@ -65,8 +65,7 @@ class Watch::Connection {
  public:
   enum class Input { kNone, kReply, kClosed };
 
-  explicit Connection(const WatchOptions& options)
-      : socket_(open_store(options.store, options.store.port)) {
+  explicit Connection(const WatchOptions& options) : socket_(open_store(options.store, options.store.port)) {
     const Watched self = this_watched(options.heartbeat_interval, options.peer_timeout);
     const Deadline deadline = Clock::now() + options.store.timeout;
     Reply reply;
@@ -124,10 +123,10 @@ class Watch::Connection {
 
 Watch::Watch(WatchOptions options)
     : options_(std::move(options)),
-      self_text_(watched_text(options_.rank, this_watched(options_.heartbeat_interval, options_.peer_timeout))),
+      self_text_(
+          watched_text(options_.rank, this_watched(options_.heartbeat_interval, options_.peer_timeout))),
       owner_pid_(getpid()) {
-  require(options_.heartbeat_interval.count() > 0 &&
-              options_.peer_timeout >= 2 * options_.heartbeat_interval,
+  require(options_.heartbeat_interval.count() > 0 && options_.peer_timeout >= 2 * options_.heartbeat_interval,
           "heartbeat interval ", seconds_text(options_.heartbeat_interval), " and peer timeout ",
           seconds_text(options_.peer_timeout), ": expected a timeout of at least two intervals");
   connection_ = std::make_unique<Connection>(options_);
@@ -148,6 +147,7 @@ Watch::~Watch() {
 }
 
 void Watch::report(const std::string& text) noexcept try {
+  if (getpid() != owner_pid_) return;
   std::unique_lock lock(mutex_);
   if (phase_ != Phase::kWatching || !report_.empty()) return;
   report_ = text.substr(0, kMaxReportBytes);
@@ -223,9 +223,8 @@ bool Watch::take_replies(nanoseconds now) {
       connection_->close();  // the store waits for it
     }
     if (reply.status == Status::kFailed || reply.status == Status::kEnded) return false;
-    const milliseconds unheard(reply.status == Status::kStalled
-                                   ? store_wire::parse_number(reply.value).value_or(0)
-                                   : 0);
+    const milliseconds unheard(
+        reply.status == Status::kStalled ? store_wire::parse_number(reply.value).value_or(0) : 0);
     const nanoseconds unanswered = now - std::exchange(heard_, now);
     if (unheard.count() > 0)
       note_stall(concat(self_text_, " was not heard for ", seconds_text(unheard)), unheard);

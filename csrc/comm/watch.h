@@ -45,7 +45,7 @@ class Watch {
   Watch& operator=(const Watch&) = delete;
 
   // This rank has failed: `text`, cut to 4 KiB, is told to all ranks, this one included. Returns when the
-  // store has it, or after a second. From any thread but the watch's own.
+  // store has it, or after a second. From any thread but the watch's own; nothing in a forked child.
   void report(const std::string& text) noexcept;
   // "rank 2 (host a, pid 123)", this one.
   const std::string& self_text() const { return self_text_; }

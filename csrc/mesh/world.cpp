@@ -51,7 +51,7 @@ void World::start_watch(WatchOptions options) {
 }
 
 void World::report_failure(const std::string& text) noexcept {
-  if (watch_) watch_->report(text);
+  if (watch_) watch_->report(watch_->self_text() + " failed: " + text);
 }
 
 void World::leave() noexcept {
@@ -99,7 +99,8 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
   WatchOptions watch{.store = {.host = options.master_addr,
                                .port = store->port(),
                                .secret = options.secret,
-                               .timeout = options.init_timeout},
+                               .timeout = options.init_timeout,
+                               .greeting_limit = options.init_timeout},
                      .rank = options.rank,
                      .heartbeat_interval = options.heartbeat_interval,
                      .peer_timeout = options.peer_timeout};

@@ -9,12 +9,20 @@ from typing import Any
 
 from .errors import InvalidArgument
 
-__all__ = ["MAX_SEED", "MAX_THREADS", "check_int", "check_number", "check_timeout", "check_type"]
+__all__ = [
+    "MAX_SEED",
+    "MAX_THREADS",
+    "MAX_TIMEOUT_S",
+    "check_int",
+    "check_number",
+    "check_timeout",
+    "check_type",
+]
 
 MAX_SEED = (1 << 64) - 1
 MAX_THREADS = 1024
 _MAX_INT = (1 << 63) - 1  # what the C++ core takes
-_MAX_TIMEOUT_S = 1e9
+MAX_TIMEOUT_S = 1e9
 
 
 def check_int(what: str, value: Any, low: int, high: int | None = None, *, otherwise: str = "") -> int:
@@ -64,7 +72,7 @@ def check_number(
 
 def check_timeout(what: str, value: Any) -> float:
     """Seconds of a deadline."""
-    return check_number(what, value, high=_MAX_TIMEOUT_S, above=True)
+    return check_number(what, value, high=MAX_TIMEOUT_S, above=True)
 
 
 def check_type(what: str, value: Any, kind: type, expected: str) -> None:

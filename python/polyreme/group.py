@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -77,6 +78,18 @@ class Group:
     def rank(self) -> int:
         """This rank's place among the members."""
         return self._core.rank
+
+    @contextlib.contextmanager
+    def label(self, text: str) -> Iterator[None]:
+        """Names the collectives of a block in the journal: `with group.label("layer 3 grads"):`.
+
+        text: its first 32 bytes are kept.
+        """
+        self._core.set_label(text)
+        try:
+            yield
+        finally:
+            self._core.set_label("")
 
     def all_reduce(self, array: Any, op: str = "sum", *, out: Any = None, wait: bool = True) -> Any:
         """Everybody's `array`, reduced, of the same shape on all members.

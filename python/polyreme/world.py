@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 import weakref
 from dataclasses import dataclass
+from types import TracebackType
 
 from . import _core
-from .checks import MAX_THREADS, check_int, check_timeout
+from .checks import MAX_THREADS, MAX_TIMEOUT_S, check_int, check_number, check_timeout
 from .environment import RankEnvironment, meet, read_rank_environment
 from .errors import NotAvailable
 
@@ -42,7 +44,9 @@ class World:
         self._core = core
         self.local_rank = local_rank
         self.local_size = local_size
-        # Collectives in flight use memory of Python: they end before the interpreter does.
+        # At the end of the process in reverse order. Collectives in flight use memory of Python: they end
+        # before the interpreter does.
+        weakref.finalize(self, core.leave)
         weakref.finalize(self, core.stop_background, "the process is ending")
 
     @property
@@ -73,6 +77,11 @@ class World:
         """
         self._core.barrier(timeout_s=check_timeout("barrier: timeout_s", timeout_s))
 
+    @property
+    def failure(self) -> str:
+        """The first failure of the job that was reported or noticed, the same text on all ranks; or ""."""
+        return self._core.failure
+
     def memory(self) -> dict[str, int]:
         """Bytes of device memory: in_use_bytes, peak_bytes, reserved_bytes."""
         return self._core.memory()
@@ -89,6 +98,9 @@ def init(
     executor: str = "immediate",
     timeout_s: float = 600.0,
     init_timeout_s: float = 300.0,
+    heartbeat_s: float = 2.0,
+    peer_timeout_s: float = 30.0,
+    record_dir: str | os.PathLike[str] | None = None,
     environment: RankEnvironment | None = None,
 ) -> World:
     """Meets the other ranks of the job and returns the world. Collective.
@@ -102,6 +114,11 @@ def init(
         executor: "immediate", or "deferred" to test the ordering of operations (slow).
         timeout_s: limit of one collective among live ranks.
         init_timeout_s: limit of this call.
+        heartbeat_s: how often this rank tells the store of rank 0 that it lives.
+        peer_timeout_s: how long a rank, or that store, may be silent before the job has failed; at least
+            twice heartbeat_s. An exception that ends this process, or its death, fails the job at once.
+        record_dir: where each rank keeps the journal of its last collectives, for `polyreme comm-report`;
+            default POLYREME_RECORD_DIR, or nowhere. Made with mode 0700 if it is not there.
         environment: who this rank is; default: from the launcher's variables (polyreme.environment
             says whose).
 
@@ -114,6 +131,10 @@ def init(
         num_threads = check_int("init: num_threads", num_threads, 1, MAX_THREADS)
     timeout_s = check_timeout("init: timeout_s", timeout_s)
     init_timeout_s = check_timeout("init: init_timeout_s", init_timeout_s)
+    heartbeat_s = check_number("init: heartbeat_s", heartbeat_s, 0.001, MAX_TIMEOUT_S)
+    peer_timeout_s = check_number("init: peer_timeout_s", peer_timeout_s, 2 * heartbeat_s, MAX_TIMEOUT_S)
+    if record_dir is None:
+        record_dir = os.environ.get("POLYREME_RECORD_DIR", "")
     if device != "cpu":
         raise NotAvailable(f"device={device!r}: this version trains on 'cpu'; see `polyreme doctor`")
     env = environment if environment is not None else read_rank_environment()
@@ -132,13 +153,31 @@ def init(
             timeout_s=timeout_s,
             # A port that is held accepts from the start; rank 0 answers once it is here.
             greeting_limit_s=left_s if meeting.is_held else 3.0,
+            heartbeat_s=heartbeat_s,
+            peer_timeout_s=peer_timeout_s,
+            record_dir=os.fspath(record_dir),
             num_threads=num_threads or _default_threads(env),
             isa=isa,
             executor=executor,
             schedule_seed=0,
             progress=logging.getLogger("polyreme").warning,
         )
+    if env.size > 1:
+        _report_unhandled_exceptions(core)
     return World(core, env.local_rank, env.local_size)
+
+
+def _report_unhandled_exceptions(core: _core.World) -> None:
+    """An exception that ends the process becomes the failure of the job, known to all ranks."""
+    previous, reference = sys.excepthook, weakref.ref(core)
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        world = reference()
+        if world is not None:
+            world.report_failure(f"{kind.__name__}: {error}")
+
+    sys.excepthook = hook
 
 
 def _default_threads(env: RankEnvironment) -> int:

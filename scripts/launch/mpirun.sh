@@ -16,7 +16,7 @@ read -ra command <<<"${MPIRUN:-mpirun}"
 if "${command[0]}" --version 2>&1 | grep -qE 'Open MPI|OpenRTE'; then
   # Bound to one core each, ranks would have one thread.
   command+=(--bind-to none ${HOSTS:+--host "$HOSTS"})
-  for name in MASTER_ADDR MASTER_PORT POLYREME_SECRET POLYREME_SECRET_FILE POLYREME_NUM_THREADS; do
+  for name in MASTER_ADDR MASTER_PORT POLYREME_SECRET POLYREME_SECRET_FILE POLYREME_NUM_THREADS POLYREME_RECORD_DIR; do
     [ -z "${!name:-}" ] || command+=(-x "$name")
   done
 else # Hydra hands on the whole environment

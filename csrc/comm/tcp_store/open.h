@@ -1,7 +1,7 @@
 #pragma once
 
-#include "comm/tcp_store.h"
 #include "comm/net/socket.h"
+#include "comm/tcp_store.h"
 
 namespace polyreme {
 

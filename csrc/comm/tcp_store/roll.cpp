@@ -25,8 +25,8 @@ Watched this_watched(milliseconds heartbeat_interval, milliseconds peer_timeout)
 std::string encode(const Watched& watched) {
   const auto word = [](const std::string& text) { return text.empty() ? "-" : text; };
   return concat(watched.heartbeat_interval.count(), " ", watched.peer_timeout.count(), " ",
-                watched.process.pid, " ", watched.process.start_ticks, " ", watched.process.pid_namespace, " ",
-                word(watched.boot_id), " ", word(watched.host));
+                watched.process.pid, " ", watched.process.start_ticks, " ", watched.process.pid_namespace,
+                " ", word(watched.boot_id), " ", word(watched.host));
 }
 
 std::optional<Watched> decode_watched(std::string_view text) {
@@ -37,8 +37,9 @@ std::optional<Watched> decode_watched(std::string_view text) {
   words >> interval >> timeout >> watched.process.pid >> watched.process.start_ticks >>
       watched.process.pid_namespace >> watched.boot_id >> watched.host;
   constexpr int64_t kMostMs = int64_t{1} << 40;
-  const bool valid = !words.fail() && interval > 0 && interval < kMostMs && timeout > 0 && timeout < kMostMs &&
-                     watched.boot_id.size() <= kMaxWordBytes && watched.host.size() <= kMaxWordBytes;
+  const bool valid = !words.fail() && interval > 0 && interval < kMostMs && timeout > 0 &&
+                     timeout < kMostMs && watched.boot_id.size() <= kMaxWordBytes &&
+                     watched.host.size() <= kMaxWordBytes;
   if (!valid) return std::nullopt;
   watched.heartbeat_interval = milliseconds(interval);
   watched.peer_timeout = milliseconds(timeout);

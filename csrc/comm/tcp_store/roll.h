@@ -73,7 +73,8 @@ class Roll {
   // Whether the others may hear of it. A rank that reported is given 300 ms to end first: whoever started the
   // ranks should find the cause before its consequences.
   bool may_tell(Time now) const {
-    return !failure_.empty() && (now >= tell_at_ || !ranks_.contains(reporter_) || ranks_.at(reporter_).closed);
+    return !failure_.empty() &&
+           (now >= tell_at_ || !ranks_.contains(reporter_) || ranks_.at(reporter_).closed);
   }
   bool empty() const { return ranks_.empty(); }
 

@@ -41,7 +41,7 @@ class StoreServer {
     uint32_t wanted_id = 0;
     std::string wanted;
     int watched_rank = -1;  // of a watch
-    bool doomed = false;  // closed at the end of the round
+    bool doomed = false;    // closed at the end of the round
 
     bool admitted() const { return handshake.stage() == ServerHandshake::Stage::kAdmitted; }
   };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from polyreme.launch.config import BIND_MODES, PREFIX_MODES, LaunchConfig, LaunchError
 from polyreme.launch.launcher import launch
@@ -56,6 +57,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--port", type=int, default=0, help="port on 127.0.0.1 (default: any free one)")
     add("--nested", action="store_true", help="start even if this process is a rank already")
     add("--json", action="store_true", help="end with a report in one line of JSON on stderr")
+    add(
+        "--record-dir",
+        metavar="DIR",
+        help="each rank keeps the journal of its last collectives in DIR, also if it is killed;"
+        " `polyreme comm-report DIR` reads them",
+    )
     add("--report", metavar="FILE", help="write that report to FILE")
     times = parser.add_argument_group("times in seconds")
     add = times.add_argument
@@ -84,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     command = list(args.command_line)
     if command and command[0] == "--":
         del command[0]
+    if args.record_dir is not None:
+        os.environ["POLYREME_RECORD_DIR"] = os.path.abspath(args.record_dir)
     try:
         config = LaunchConfig(
             num_ranks=args.num_ranks,

@@ -82,9 +82,9 @@ TEST(WatchMp, F16_AKilledRankIsNamedEverywhere) {
   Job job(4);
   const std::string culprit = rank_text(2, job.ranks.pid(2));
   job.ranks.kill(2, SIGKILL);
-  EXPECT_EQ(job.verdict_of(job.ranks.wait(kHang), {0, 1, 3}),
-            concat("PeerLost: lost ", culprit,
-                   ": its connection to the store was closed; the process has ended"));
+  EXPECT_EQ(
+      job.verdict_of(job.ranks.wait(kHang), {0, 1, 3}),
+      concat("PeerLost: lost ", culprit, ": its connection to the store was closed; the process has ended"));
 }
 
 TEST(WatchMp, F30_TwoKilledAtOnceAreBothNamed) {
@@ -138,6 +138,21 @@ TEST(WatchMp, F26_AShortStopOfTheStoresHostIsNoFailure) {
   EXPECT_EQ(job.verdict_of(job.ranks.wait(kHang), {0, 1, 2}), "ok");
 }
 
+// As by Ctrl-Z, or a laptop that is closed: nobody may take its own absence for that of the others.
+TEST(WatchMp, F26_AWholeJobThatIsSuspendedGoesOn) {
+  Job job(3, [](RankProcesses& self, Store& store, int rank) {
+    Failure failure;
+    Watch watch(options_of(self.store_options(), rank, failure));
+    meet(self, store, 3);
+    const std::string text = failure.text(3 * kTimeout);
+    require<PeerLost>(text == "no failure", text);
+  });
+  for (const int rank : {0, 1, 2}) job.ranks.kill(rank, SIGSTOP);
+  std::this_thread::sleep_for(kTimeout + 2 * kInterval);
+  for (const int rank : {0, 1, 2}) kill(job.ranks.pid(rank), SIGCONT);
+  EXPECT_EQ(job.verdict_of(job.ranks.wait(kHang), {0, 1, 2}), "ok");
+}
+
 TEST(WatchMp, F08_TheStoresHostIsKilled) {
   Job job(3);
   const std::string host = rank_text(0, job.ranks.pid(0));
@@ -175,8 +190,7 @@ TEST(WatchMp, F33_AFrozenWatchIsSilentToOthersAndNoticedAtHome) {
   const std::string verdict = job.verdict_of(results, {0, 2});
   EXPECT_TRUE(verdict.starts_with(concat("PeerLost: lost ", culprit, ": no heartbeat for"))) << verdict;
   EXPECT_TRUE(verdict.ends_with("; the process is alive")) << verdict;
-  EXPECT_EQ(results[1].outcome,
-            concat("PeerLost: ", culprit, ": its own watch has not run for 2.6 s"));
+  EXPECT_EQ(results[1].outcome, concat("PeerLost: ", culprit, ": its own watch has not run for 2.6 s"));
 }
 
 TEST(WatchMp, ACleanEndIsNoFailure) {
@@ -317,8 +331,8 @@ TEST(Watched, GoesOverTheWire) {
   const auto decoded = decode_watched(encode(self));
   ASSERT_TRUE(decoded);
   EXPECT_EQ(encode(*decoded), encode(self));
-  for (const std::string text : {"", "1", "1 2 3 4 5 boot", "0 2 3 4 5 b h", "-1 2 3 4 5 b h", "x 2 3 4 5 b h",
-                                 "1 99999999999999999999 3 4 5 b h"})
+  for (const std::string text : {"", "1", "1 2 3 4 5 boot", "0 2 3 4 5 b h", "-1 2 3 4 5 b h",
+                                 "x 2 3 4 5 b h", "1 99999999999999999999 3 4 5 b h"})
     EXPECT_FALSE(decode_watched(text)) << text;
   EXPECT_FALSE(decode_watched("1 2 3 4 5 b " + std::string(1 << 20, 'h')));
   std::minstd_rand random(7);

@@ -1,0 +1,279 @@
+"""Ranks that watch each other, and what their journals tell afterwards. Named after the faults of the catalogue.
+
+Real processes under `polyreme run`, with the test settings of the catalogue: heartbeat 0.5 s, peer timeout
+3 s, operation timeout 5 s.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import textwrap
+
+import polyreme as pr
+import pytest
+from helpers import alone, json_lines, polyreme, refused
+from polyreme.journal import read_directory
+
+pytestmark = pytest.mark.mp
+
+HEAD = """
+import json, os, signal, subprocess, time
+import numpy as np
+import polyreme as pr
+
+world = pr.init(heartbeat_s=0.5, peer_timeout_s=3, timeout_s=5, init_timeout_s=20, num_threads=1)
+group = pr.Mesh(world, dp=world.size)["dp"]
+
+def reduce(label):
+    with group.label(label):
+        group.all_reduce(np.ones(4, np.float32))
+
+def watch():
+    "What a rank hears that computes and calls nobody."
+    end = time.monotonic() + 20
+    while not world.failure and time.monotonic() < end:
+        time.sleep(0.01)
+    raise pr.PeerLost(world.failure or "no failure")
+
+def tell(**facts):
+    print(json.dumps({"rank": world.rank, "pid": os.getpid(), **facts}), flush=True)
+
+def run(body):
+    "Says how the body fails, and fails by it."
+    start = time.monotonic()
+    try:
+        body()
+    except pr.CommError as error:
+        tell(error=str(error), kind=type(error).__name__, seconds=time.monotonic() - start)
+        os._exit(7)  # not an unhandled exception
+"""
+
+
+class Run:
+    """One job of `num_ranks`, and its journals."""
+
+    def __init__(self, folder, script, num_ranks=3):
+        path, self.record = folder / "script.py", folder / "record"
+        path.write_text(HEAD + textwrap.dedent(script))
+        options = ("--survivor-grace", 15, "--kill-after", 5, "--prefix", "never", "--json")
+        self.done = polyreme("run", "-n", num_ranks, "--record-dir", self.record, *options, path)
+        self.told = {line["rank"]: line for line in json_lines(self.done.stdout)}
+        self.launch = next(line for line in json_lines(self.done.stderr) if line["event"] == "launch_report")
+
+    def pid(self, rank):
+        return next(entry["pid"] for entry in self.launch["ranks"] if entry["rank"] == rank)
+
+    def verdict(self, ranks):
+        """The text of all these ranks, which must be one."""
+        texts = {self.told[rank]["error"] for rank in ranks if rank in self.told}
+        assert set(ranks) <= set(self.told), self.done.stderr
+        assert len(texts) == 1, texts
+        return texts.pop()
+
+    def report(self):
+        """comm-report's exit code and report; its text must be free of errors, too."""
+        done = polyreme("comm-report", self.record, "--json")
+        assert done.stderr == ""
+        assert polyreme("comm-report", self.record).returncode == done.returncode
+        return done.returncode, json.loads(done.stdout)
+
+
+def test_the_journals_of_a_good_run(tmp_path):
+    run = Run(
+        tmp_path,
+        """
+        for n in range(20):
+            reduce(f"step {n}")
+        world.barrier()
+        """,
+    )
+    assert run.done.returncode == 0, run.done.stderr
+    code, report = run.report()
+    assert (code, report["ok"], report["ranks"], report["not_closed"]) == (0, True, [0, 1, 2], [])
+    assert report["stuck"] == report["mismatches"] == report["stalls"] == []
+    assert sorted(lag["rank"] for lag in report["lags"]) == [0, 1, 2]
+    assert {lag["operations"] for lag in report["lags"]} == {report["lags"][0]["operations"]}
+    assert report["lags"][0]["operations"] >= 21
+
+    assert run.record.stat().st_mode & 0o777 == 0o700
+    (first, *_), skipped = read_directory(run.record)
+    assert skipped == {}
+    reductions = [op for op in first.operations if first.describe(op) == "all_reduce float32[4] sum"]
+    assert [bytes(op["label"]) for op in reductions] == [f"step {n}".encode() for n in range(20)]
+    assert {int(op["num_bytes"]) for op in reductions} == {16}
+    assert all(op["enqueued_ns"] <= op["started_ns"] <= op["ended_ns"] for op in first.operations)
+
+
+@pytest.mark.parametrize("others", ["reduce('lost')", "watch()"])
+def test_f22_an_exception_of_one_rank_is_the_error_of_all(tmp_path, others):
+    run = Run(
+        tmp_path,
+        f"""
+        reduce("first")
+        if world.rank == 1:
+            raise ValueError("boom")
+        run(lambda: {others})
+        """,
+    )
+    text = run.verdict([0, 2])
+    assert text.endswith(f"rank 1 (host {world_host()}, pid {run.pid(1)}) failed: ValueError: boom")
+    assert run.told[0]["kind"] == "PeerLost"
+    assert 1 in run.launch["causes"]
+    assert "ValueError: boom" in run.done.stderr
+    code, report = run.report()
+    assert code == 1
+    (failure,) = report["failures"]
+    assert text.endswith(failure)
+    assert report["failures"][failure] == [0, 1, 2]
+
+
+def world_host():
+    import socket
+
+    return socket.gethostname()
+
+
+def test_f25_a_stopped_rank_is_named_as_stopped(tmp_path):
+    run = Run(
+        tmp_path,
+        """
+        reduce("first")
+        if world.rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        run(lambda: reduce("second"))
+        """,
+    )
+    text = run.verdict([0, 1])
+    assert f"rank 2 (host {world_host()}, pid {run.pid(2)}): no heartbeat for 3." in text
+    assert text.endswith("; the process is stopped")
+    code, report = run.report()
+    assert code == 1
+    (stuck,) = report["stuck"]
+    assert (stuck["operation"], stuck["label"]) == ("all_reduce float32[4] sum", "second")
+    assert list(stuck["missing"]) == ["2"]
+    assert "label 'first'" in stuck["missing"]["2"]["last"]
+    assert stuck["missing"]["2"]["next"] == "nothing"
+    assert all(seconds > 1 for seconds in stuck["waiting"].values())
+    assert 2 in report["not_closed"]
+
+
+def test_f26_a_short_stop_is_a_stall(tmp_path):
+    run = Run(
+        tmp_path,
+        """
+        reduce("first")
+        if world.rank == 2:
+            subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        run(lambda: reduce("second"))
+        time.sleep(1)
+        run(lambda: reduce("third"))
+        tell(stalls=world._core.num_stalls, failure=world.failure)
+        """,
+    )
+    assert run.done.returncode == 0, run.done.stderr
+    assert {told["failure"] for told in run.told.values()} == {""}
+    assert run.told[2]["stalls"] == 1
+    code, report = run.report()
+    assert code == 0
+    (stall,) = [stall for stall in report["stalls"] if stall["rank"] == 2]
+    assert 1.4 < stall["seconds"] < 3
+    assert f"pid {run.pid(2)}) was not heard for" in stall["text"]
+    lag = next(lag for lag in report["lags"] if lag["rank"] == 2)
+    assert lag["max_ms"] > 1000
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_f08_the_host_of_the_store_is_lost(tmp_path, number):
+    run = Run(
+        tmp_path,
+        f"""
+        reduce("first")
+        if world.rank == 0:
+            time.sleep(0.2)
+            os.kill(os.getpid(), {int(number)})
+        run(watch)
+        """,
+    )
+    text = run.verdict([1, 2])
+    assert text.startswith(
+        f"lost the store, host of rank 0 (host {world_host()}, pid {run.pid(0)}), at 127.0.0.1:"
+    )
+    if number == signal.SIGKILL:
+        assert text.endswith("the connection was closed; the process has ended")
+    else:
+        assert text.endswith("; the process is stopped")
+        assert "no answer for 3." in text
+    code, report = run.report()
+    assert code == 1
+    assert report["failures"][text] == [1, 2]
+
+
+def test_f38_a_rank_that_skips_one_collective(tmp_path):
+    """Rank 2 goes on to the group of a sub-mesh, where rank 3 never comes."""
+    run = Run(
+        tmp_path,
+        """
+        pair = pr.Mesh(world, dp=2, tp=2)["tp"]
+        reduce("first")
+        if world.rank != 2:
+            run(lambda: reduce("skipped by 2"))
+        run(lambda: pair.all_reduce(np.ones(8)))
+        """,
+        num_ranks=4,
+    )
+    assert set(run.told) == {0, 1, 2, 3}, run.done.stderr
+    code, report = run.report()
+    assert code == 1
+    stuck = {entry["label"]: entry for entry in report["stuck"]}
+    skipped = stuck["skipped by 2"]
+    assert list(skipped["missing"]) == ["2"]
+    assert "all_reduce float32[4] sum" in skipped["missing"]["2"]["last"]
+    assert "label 'first'" in skipped["missing"]["2"]["last"]
+    assert "all_reduce float64[8] sum" in skipped["missing"]["2"]["next"]
+    other = stuck[""]
+    assert list(other["missing"]) == ["3"]
+    assert "skipped by 2" in other["missing"]["3"]["next"]
+    text = polyreme("comm-report", run.record).stdout
+    assert "rank 2 never arrived at all_reduce float32[4] sum" in text
+
+
+def test_f33_a_frozen_watch_is_a_silent_rank(tmp_path):
+    run = Run(
+        tmp_path,
+        """
+        reduce("first")
+        if world.rank == 1:
+            world._core.freeze_watch()
+            time.sleep(5)
+        run(lambda: reduce("second"))
+        """,
+    )
+    text = run.verdict([0, 1, 2])
+    assert f"rank 1 (host {world_host()}, pid {run.pid(1)}): no heartbeat for 3." in text
+    assert text.endswith("; the process is alive")
+
+
+def test_one_rank_alone_writes_a_journal(tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYREME_RECORD_DIR", str(tmp_path / "from the environment"))
+    world = alone()
+    alone(record_dir=tmp_path / "from the argument").barrier()
+    world.barrier()
+    assert world.failure == ""
+    del world
+    for name in ("from the environment", "from the argument"):
+        ((journal,), skipped) = read_directory(tmp_path / name)
+        assert skipped == {}
+        assert journal.describe(journal.operations[-1]) == "barrier"
+
+
+def test_a_record_directory_of_others_is_refused(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    refused(pr.InvalidArgument, ["open", "another user"], lambda: alone(record_dir=tmp_path / "open"))
+
+
+def test_intervals_that_make_no_sense_are_refused():
+    refused(pr.InvalidArgument, ["peer_timeout_s=1", "4"], lambda: alone(heartbeat_s=2.0, peer_timeout_s=1.0))
+    refused(pr.InvalidArgument, ["heartbeat_s=0"], lambda: alone(heartbeat_s=0))
