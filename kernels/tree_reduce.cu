@@ -28,6 +28,16 @@ struct Arithmetic {
   __device__ static T load(T x) { return x; }
   __device__ static T store(T x) { return x; }
 };
+// A bool as its byte: any value but 0 is true. max is "any", min is "all".
+struct Truth {
+  uint8_t byte;
+};
+template <>
+struct Arithmetic<Truth> {
+  using Accumulator = uint8_t;
+  __device__ static uint8_t load(Truth x) { return x.byte != 0; }
+  __device__ static Truth store(uint8_t x) { return {x}; }
+};
 template <>
 struct Arithmetic<__half> {
   using Accumulator = float;
@@ -124,11 +134,25 @@ cudaError_t launch_typed(Reduce reduce, const PolyremeTreeReduce& reduction, cud
   return cudaErrorInvalidValue;
 }
 
-// 0 and 1 as bytes: max is "any", min is "all".
 cudaError_t launch_bool(Reduce reduce, const PolyremeTreeReduce& reduction, cudaStream_t stream) {
-  if (reduce == Reduce::kSum) reduce = Reduce::kMax;
-  if (reduce == Reduce::kProduct) reduce = Reduce::kMin;
-  return launch_typed<uint8_t>(reduce, reduction, stream);
+  switch (reduce) {
+    case Reduce::kSum:
+    case Reduce::kMax:
+      return launch_one<Truth, Reduce::kMax>(reduction, stream);
+    case Reduce::kProduct:
+    case Reduce::kMin:
+      return launch_one<Truth, Reduce::kMin>(reduction, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+// One term is copied as it is.
+cudaError_t copy_term(const PolyremeTreeReduce& reduction, cudaStream_t stream) {
+  const void* term = reduction.own == 0 ? reduction.own_term : reduction.terms;
+  const auto bytes = static_cast<size_t>(reduction.count) * dtype_size(static_cast<DType>(reduction.dtype));
+  if (term == reduction.out) return cudaSuccess;
+  return cudaMemcpyAsync(reduction.out, term, bytes, cudaMemcpyDeviceToDevice, stream);
 }
 
 }  // namespace
@@ -138,6 +162,7 @@ cudaError_t launch_tree_reduce(const PolyremeTreeReduce& reduction, cudaStream_t
     return cudaErrorInvalidValue;
   if (reduction.count == 0) return cudaSuccess;
   const auto reduce = static_cast<Reduce>(reduction.reduce);
+  if (reduction.num_terms == 1 && reduce != Reduce::kAverage) return copy_term(reduction, stream);
   switch (static_cast<DType>(reduction.dtype)) {
     case DType::kF32:
       return launch_typed<float>(reduce, reduction, stream);

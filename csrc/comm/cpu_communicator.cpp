@@ -119,11 +119,11 @@ struct IssueOrder {
   }
 };
 
-SingleUser::Guard::Guard(SingleUser& owner, const Transport& group) : user_(owner.user_) {
+SingleUser::Guard::Guard(SingleUser& owner, const std::string& group, int rank) : user_(owner.user_) {
   std::thread::id nobody{};
   const std::thread::id self = std::this_thread::get_id();
   outermost_ = user_.compare_exchange_strong(nobody, self);
-  require(outermost_ || nobody == self, "group '", group.name(), "', rank ", group.rank(),
+  require(outermost_ || nobody == self, "group '", group, "', rank ", rank,
           ": concurrent use by two threads; give each thread a group of its own (split)");
 }
 

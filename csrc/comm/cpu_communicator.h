@@ -23,8 +23,9 @@ class SingleUser {
  public:
   class Guard {
    public:
-    // Throws InvalidArgument, if another thread is inside.
-    Guard(SingleUser& owner, const Transport& group);
+    // Throws InvalidArgument, if another thread is inside. `group` has a name() and a rank().
+    template <typename Group>
+    Guard(SingleUser& owner, const Group& group) : Guard(owner, group.name(), group.rank()) {}
     ~Guard() {
       if (outermost_) user_.store(std::thread::id{});
     }
@@ -32,6 +33,8 @@ class SingleUser {
     Guard& operator=(const Guard&) = delete;
 
    private:
+    Guard(SingleUser& owner, const std::string& group, int rank);
+
     std::atomic<std::thread::id>& user_;
     bool outermost_ = false;
   };

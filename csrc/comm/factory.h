@@ -26,4 +26,10 @@ std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, co
 std::unique_ptr<Communicator> make_shm_communicator(Store& store, int rank, int size,
                                                     const std::string& job_id, const CommOptions& options);
 
+// This rank with its GPU as rank `rank` of `size`, over NCCL; `device` is of make_cuda_device. Collective:
+// the ranks meet in the store, which must outlive the communicator as the device must. See NcclCommunicator.
+// Throws InvalidArgument if two ranks use one GPU or their versions differ, NotAvailable, PeerLost, Timeout.
+std::unique_ptr<Communicator> make_nccl_communicator(Store& store, int rank, int size, Device& device,
+                                                     const CommOptions& options);
+
 }  // namespace polyreme

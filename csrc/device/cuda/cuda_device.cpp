@@ -178,11 +178,13 @@ std::unique_ptr<Stream> CudaDeviceImpl::create_stream(const char*, StreamKind) {
 }
 
 // Enqueues a copy that touches [begin_byte, begin_byte + size_bytes) of `buffer`.
-void copy(const std::shared_ptr<Buffer>& buffer, int64_t begin_byte, int64_t size_bytes, Stream& stream,
-          const std::function<PolyremeCudaStatus(const PolyremeCudaTable&, char* device, void* handle)>& issue) {
+void copy(
+    const std::shared_ptr<Buffer>& buffer, int64_t begin_byte, int64_t size_bytes, Stream& stream,
+    const std::function<PolyremeCudaStatus(const PolyremeCudaTable&, char* device, void* handle)>& issue) {
   require(begin_byte >= 0 && size_bytes >= 0 &&
               begin_byte <= static_cast<int64_t>(buffer->size_bytes()) - size_bytes,
-          "copy of bytes [", begin_byte, ", ", begin_byte + size_bytes, ") of a buffer of ", buffer->size_bytes());
+          "copy of bytes [", begin_byte, ", ", begin_byte + size_bytes, ") of a buffer of ",
+          buffer->size_bytes());
   if (size_bytes == 0) return;
   const CudaDevice& device = as_cuda(stream.device());
   as_cuda(stream).enqueue({buffer}, [&](void* handle) {
@@ -194,7 +196,8 @@ void copy(const std::shared_ptr<Buffer>& buffer, int64_t begin_byte, int64_t siz
 template <typename To, typename From>
 To& as_kind(From& object, const char* what) {
   auto* cuda = dynamic_cast<To*>(&object);
-  require<NotAvailable>(cuda != nullptr, "this operation needs ", what, " of a CUDA device; the one given is of the CPU");
+  require<NotAvailable>(cuda != nullptr, "this operation needs ", what,
+                        " of a CUDA device; the one given is of the CPU");
   return *cuda;
 }
 
@@ -215,8 +218,8 @@ std::unique_ptr<CudaDevice> make_cuda_device(int index) { return make_cuda_devic
 std::unique_ptr<CudaDevice> make_cuda_device(const PolyremeCudaTable& table, int index) {
   int32_t count = 0;
   check(table.device_count(&count), index, "cudaGetDeviceCount");
-  require<NotAvailable>(index >= 0 && index < count, "there is no cuda:", index, "; this process sees ", count,
-                        " GPUs (CUDA_VISIBLE_DEVICES may hide others)");
+  require<NotAvailable>(index >= 0 && index < count, "there is no cuda:", index, "; this process sees ",
+                        count, " GPUs (CUDA_VISIBLE_DEVICES may hide others)");
   return std::make_unique<CudaDeviceImpl>(table, index);
 }
 
@@ -230,8 +233,8 @@ std::shared_ptr<void> allocate_pinned(CudaDevice& device, size_t size_bytes) {
   return {address, [&table](void* memory) { table.release_pinned(memory); }};
 }
 
-void copy_from_host(const std::shared_ptr<Buffer>& to, int64_t begin_byte, const void* host, int64_t size_bytes,
-                    Stream& stream) {
+void copy_from_host(const std::shared_ptr<Buffer>& to, int64_t begin_byte, const void* host,
+                    int64_t size_bytes, Stream& stream) {
   copy(to, begin_byte, size_bytes, stream, [&](const PolyremeCudaTable& table, char* device, void* handle) {
     return table.copy(device, host, static_cast<uint64_t>(size_bytes), handle);
   });

@@ -17,7 +17,9 @@ constexpr int kSelfTestThreads = 64;
 // Not one of CUDA's own numbers.
 constexpr int kWrongResult = -1;
 
+// Takes the error that CUDA keeps for the thread along: the next launch must not report it as its own.
 PolyremeCudaStatus status_of(cudaError_t error) {
+  if (error != cudaSuccess) cudaGetLastError();
   PolyremeCudaStatus status{static_cast<int32_t>(error), ""};
   if (error != cudaSuccess)
     std::snprintf(status.text, sizeof status.text, "%s (%d): %s", cudaGetErrorName(error),
@@ -45,8 +47,9 @@ PolyremeCudaStatus device_info(int32_t index, PolyremeCudaGpu* gpu) {
   std::memcpy(gpu->name, properties.name, sizeof gpu->name);
   const auto* id = reinterpret_cast<const unsigned char*>(properties.uuid.bytes);
   std::snprintf(gpu->uuid, sizeof gpu->uuid,
-                "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", id[0], id[1], id[2], id[3],
-                id[4], id[5], id[6], id[7], id[8], id[9], id[10], id[11], id[12], id[13], id[14], id[15]);
+                "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", id[0], id[1],
+                id[2], id[3], id[4], id[5], id[6], id[7], id[8], id[9], id[10], id[11], id[12], id[13],
+                id[14], id[15]);
   gpu->compute_major = properties.major;
   gpu->compute_minor = properties.minor;
   gpu->multiprocessors = properties.multiProcessorCount;
@@ -95,22 +98,20 @@ cudaEvent_t as_event(void* event) { return static_cast<cudaEvent_t>(event); }
 PolyremeCudaStatus get_device(int32_t* index) { return status_of(cudaGetDevice(index)); }
 PolyremeCudaStatus set_device(int32_t index) { return status_of(cudaSetDevice(index)); }
 PolyremeCudaStatus allocate(uint64_t size_bytes, void** address) {
-  const cudaError_t error = cudaMalloc(address, size_bytes);
-  if (error != cudaSuccess) cudaGetLastError();  // not sticky: the next launch must not report it
-  return status_of(error);
+  return status_of(cudaMalloc(address, size_bytes));
 }
 PolyremeCudaStatus release(void* address) { return status_of(cudaFree(address)); }
 PolyremeCudaStatus allocate_pinned(uint64_t size_bytes, void** address) {
-  const cudaError_t error = cudaMallocHost(address, size_bytes);
-  if (error != cudaSuccess) cudaGetLastError();
-  return status_of(error);
+  return status_of(cudaMallocHost(address, size_bytes));
 }
 PolyremeCudaStatus release_pinned(void* address) { return status_of(cudaFreeHost(address)); }
 PolyremeCudaStatus create_stream(void** stream) {
   return status_of(cudaStreamCreateWithFlags(reinterpret_cast<cudaStream_t*>(stream), cudaStreamNonBlocking));
 }
 PolyremeCudaStatus destroy_stream(void* stream) { return status_of(cudaStreamDestroy(as_stream(stream))); }
-PolyremeCudaStatus synchronize_stream(void* stream) { return status_of(cudaStreamSynchronize(as_stream(stream))); }
+PolyremeCudaStatus synchronize_stream(void* stream) {
+  return status_of(cudaStreamSynchronize(as_stream(stream)));
+}
 PolyremeCudaStatus create_event(void** event) {
   return status_of(cudaEventCreateWithFlags(reinterpret_cast<cudaEvent_t*>(event), cudaEventDisableTiming));
 }
@@ -125,7 +126,7 @@ PolyremeCudaStatus query_event(void* event, int32_t* reached) {
   const cudaError_t error = cudaEventQuery(as_event(event));
   *reached = error == cudaSuccess;
   if (error != cudaErrorNotReady) return status_of(error);
-  cudaGetLastError();  // "not ready" is no error that a later launch may report
+  cudaGetLastError();  // as in status_of
   return status_of(cudaSuccess);
 }
 PolyremeCudaStatus synchronize_event(void* event) { return status_of(cudaEventSynchronize(as_event(event))); }
@@ -165,4 +166,6 @@ constexpr PolyremeCudaTable kTable = {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) const PolyremeCudaTable* polyreme_cuda_table() { return &kTable; }
+extern "C" __attribute__((visibility("default"))) const PolyremeCudaTable* polyreme_cuda_table() {
+  return &kTable;
+}

@@ -18,8 +18,7 @@ namespace polyreme::conformance {
 template <typename T>
 Tensor to_device(Device& device, const std::vector<T>& values, DType dtype) {
   Tensor tensor = empty(device, dtype, {static_cast<int64_t>(values.size())}, "test");
-  const HostMapping mapping(tensor.buffer());
-  if (!values.empty()) std::memcpy(tensor.raw_address(), values.data(), values.size() * sizeof(T));
+  write_bytes(tensor, values.data());
   return tensor;
 }
 template <typename T>
@@ -30,8 +29,7 @@ Tensor to_device(Device& device, const std::vector<T>& values) {
 template <typename T>
 std::vector<T> to_host(const Tensor& tensor) {
   std::vector<T> values(static_cast<size_t>(tensor.numel()));
-  const HostMapping mapping(tensor.buffer());
-  if (!values.empty()) std::memcpy(values.data(), tensor.raw_address(), values.size() * sizeof(T));
+  read_bytes(tensor, values.data());
   return values;
 }
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -7,6 +9,7 @@
 #include <vector>
 
 #include "comm/half_reference.h"
+#include "comm/host_access.h"
 #include "comm/tree.h"
 #include "device/device.h"
 #include "tensor/tensor.h"
@@ -169,10 +172,10 @@ class Guarded {
         content_bytes_(static_cast<int64_t>(content.size())) {
     const int64_t count = content_bytes_ / element_;
     const Tensor whole = empty(device, dtype, {count + 2 * kMargin}, "test");
-    const HostMapping mapping(whole.buffer());
-    std::memset(whole.raw_address(), kGuard, static_cast<size_t>(whole.size_bytes()));
+    Bytes bytes(static_cast<size_t>(whole.size_bytes()), kGuard);
+    std::copy(content.begin(), content.end(), bytes.begin() + kMargin * element_);
+    write_bytes(whole, bytes.data());
     tensor_ = whole.slice(0, kMargin, kMargin + count);
-    if (count > 0) std::memcpy(tensor_.raw_address(), content.data(), content.size());
   }
   Guarded(Device& device, DType dtype, int64_t count)
       : Guarded(device, dtype, Bytes(static_cast<size_t>(count) * dtype_size(dtype), 0x33)) {}
@@ -180,15 +183,16 @@ class Guarded {
   const Tensor& tensor() const { return tensor_; }
   operator const Tensor&() const { return tensor_; }
   Bytes bytes() const {
-    const HostMapping mapping(tensor_.buffer());
-    const auto* begin = static_cast<const char*>(tensor_.raw_address());
-    return {begin, begin + content_bytes_};
+    Bytes bytes(static_cast<size_t>(content_bytes_));
+    read_bytes(tensor_, bytes.data());
+    return bytes;
   }
   // The content, bit for bit, and nothing beside it.
   void expect_bytes(const Bytes& wanted, const std::string& what) const {
-    const HostMapping mapping(tensor_.buffer());
-    const char* begin = static_cast<const char*>(tensor_.buffer()->address());
     const int64_t margin = kMargin * element_;
+    const Tensor whole(tensor_.buffer(), DType::kI8, {content_bytes_ + 2 * margin});
+    Bytes begin(static_cast<size_t>(whole.numel()));
+    read_bytes(whole, begin.data());
     expect(wanted.size() == static_cast<size_t>(content_bytes_), what, ": ", content_bytes_,
            " bytes, wanted ", wanted.size());
     for (int64_t i = 0; i < content_bytes_; ++i)

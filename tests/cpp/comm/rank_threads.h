@@ -24,6 +24,8 @@ inline std::string outcome_of(const std::exception_ptr& error) {
     return std::string("CollectiveMismatch: ") + e.what();
   } catch (const CommError& e) {
     return std::string("CommError: ") + e.what();
+  } catch (const DeviceError& e) {
+    return std::string("DeviceError: ") + e.what();
   } catch (const InvalidArgument& e) {
     return std::string("InvalidArgument: ") + e.what();
   } catch (const OutOfMemory& e) {

@@ -1,0 +1,363 @@
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "emulator/fake_gpu.h"
+
+using polyreme::fake_gpu::Step;
+
+// The types that cuda_runtime.h leaves open.
+struct CUstream_st {
+  int gpu = 0;
+  std::deque<Step> steps;
+  uint64_t num_enqueued = 0, num_done = 0;
+  bool destroyed = false;
+};
+struct CUevent_st {
+  uint64_t recorded = 0, reached = 0;  // generations
+};
+
+namespace polyreme::fake_gpu {
+namespace {
+
+constexpr size_t kArenaBytes = size_t{512} << 20;
+constexpr size_t kPage = 4096;
+constexpr uint64_t kTotalMemory = uint64_t{128} << 20;
+
+struct State {
+  std::recursive_mutex mutex;
+  int num_gpus = 1;
+  uint64_t random = 1;
+  std::vector<std::unique_ptr<CUstream_st>> streams;
+  std::vector<std::unique_ptr<CUevent_st>> events;  // steps refer to them, so all stay until reset
+  std::map<int, CUstream_st*> default_streams;
+  std::map<std::string, std::pair<int, int>> failures;  // calls left, code
+  std::set<int> frozen;
+  char* arena = nullptr;
+  size_t used = 0;  // pages are not used twice, so that a use after free faults or finds NaN
+  std::map<void*, size_t> blocks;
+  uint64_t in_use = 0;
+  int open = 0;  // MemoryAccess objects
+};
+
+State& state() {
+  static State instance;
+  return instance;
+}
+
+thread_local int current_gpu = 0;
+thread_local cudaError_t last_error = cudaSuccess;
+
+cudaError_t give(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+// The outcome of a call that can be made to fail.
+#define FAKE_CALL(name) \
+  const Lock lock;      \
+  if (const int code = failure_of(name)) return give(static_cast<cudaError_t>(code))
+
+CUstream_st* stream_of(cudaStream_t stream) {
+  if (stream != nullptr) return stream;
+  CUstream_st*& own = state().default_streams[current_gpu];
+  if (own == nullptr) {
+    state().streams.push_back(std::make_unique<CUstream_st>());
+    own = state().streams.back().get();
+    own->gpu = current_gpu;
+  }
+  return own;
+}
+
+// Lets one stream of all GPUs make one step, if any can.
+bool progress() {
+  std::vector<CUstream_st*> ready;
+  for (const auto& stream : state().streams)
+    if (!stream->steps.empty() && !state().frozen.contains(stream->gpu)) ready.push_back(stream.get());
+  while (!ready.empty()) {
+    const size_t pick = random_below(static_cast<uint32_t>(ready.size()));
+    CUstream_st* stream = ready[pick];
+    if (stream->steps.front()()) {
+      stream->steps.pop_front();
+      ++stream->num_done;
+      return true;
+    }
+    ready.erase(ready.begin() + static_cast<std::ptrdiff_t>(pick));
+  }
+  return false;
+}
+
+// Advances until `done`; other threads may have to enqueue something first.
+template <typename Done>
+void progress_until(const Done& done) {
+  while (true) {
+    bool moved;
+    {
+      const Lock lock;
+      if (done()) return;
+      moved = progress();
+    }
+    if (!moved) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+bool is_device(const void* address) {
+  const auto* at = static_cast<const char*>(address);
+  return at >= state().arena && at < state().arena + kArenaBytes;
+}
+
+}  // namespace
+
+Lock::Lock() { state().mutex.lock(); }
+Lock::~Lock() { state().mutex.unlock(); }
+
+MemoryAccess::MemoryAccess() {
+  if (state().open++ == 0 && state().used > 0) mprotect(state().arena, state().used, PROT_READ | PROT_WRITE);
+}
+MemoryAccess::~MemoryAccess() {
+  if (--state().open == 0 && state().used > 0) mprotect(state().arena, state().used, PROT_NONE);
+}
+
+uint32_t random_below(uint32_t bound) {
+  uint64_t& x = state().random;  // splitmix64
+  uint64_t z = (x += 0x9e3779b97f4a7c15);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return static_cast<uint32_t>((z ^ (z >> 31)) >> 32) % bound;
+}
+
+void reset(int num_gpus, uint64_t seed) {
+  const Lock lock;
+  State& s = state();
+  reset_nccl();
+  if (s.arena == nullptr) {
+    void* memory = mmap(nullptr, kArenaBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) std::abort();
+    s.arena = static_cast<char*>(memory);
+  }
+  madvise(s.arena, kArenaBytes, MADV_DONTNEED);
+  mprotect(s.arena, kArenaBytes, PROT_NONE);
+  s.num_gpus = num_gpus;
+  s.random = seed;
+  s.streams.clear();
+  s.events.clear();
+  s.default_streams.clear();
+  s.failures.clear();
+  s.frozen.clear();
+  s.blocks.clear();
+  s.used = s.in_use = 0;
+}
+
+void fail_call(const std::string& function, int n, int code) {
+  const Lock lock;
+  state().failures[function] = {n, code};
+}
+
+int failure_of(const char* function) {
+  const auto it = state().failures.find(function);
+  if (it == state().failures.end() || --it->second.first > 0) return 0;
+  const int code = it->second.second;
+  state().failures.erase(it);
+  return code;
+}
+
+void freeze_gpu(int index) {
+  const Lock lock;
+  state().frozen.insert(index);
+}
+
+void enqueue(cudaStream_t stream, Step step) {
+  CUstream_st* target = stream_of(stream);
+  target->steps.push_back(std::move(step));
+  ++target->num_enqueued;
+}
+
+void enqueue_launch(cudaStream_t stream, std::function<void()> body) {
+  const Lock lock;
+  if (const int code = failure_of("cudaLaunchKernel")) {
+    last_error = static_cast<cudaError_t>(code);
+    return;
+  }
+  enqueue(stream, [body = std::move(body)] {
+    const MemoryAccess access;
+    body();
+    return true;
+  });
+}
+
+int gpu_of(cudaStream_t stream) { return stream_of(stream)->gpu; }
+
+}  // namespace polyreme::fake_gpu
+
+using namespace polyreme::fake_gpu;
+
+extern "C" {
+
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = CUDART_VERSION;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceCount(int* count) {
+  FAKE_CALL("cudaGetDeviceCount");
+  *count = state().num_gpus;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int index) {
+  FAKE_CALL("cudaGetDeviceProperties");
+  *properties = {};
+  std::snprintf(properties->name, sizeof properties->name, "emulated GPU");
+  std::snprintf(properties->uuid.bytes, sizeof properties->uuid.bytes, "fake%d", index);
+  properties->major = 9;
+  properties->multiProcessorCount = 1;
+  properties->totalGlobalMem = kTotalMemory;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* index) {
+  *index = current_gpu;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int index) {
+  FAKE_CALL("cudaSetDevice");
+  if (index < 0 || index >= state().num_gpus) return give(cudaErrorInvalidDevice);
+  current_gpu = index;
+  return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+const char* cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+    case cudaErrorMemoryAllocation:
+      return "cudaErrorMemoryAllocation";
+    case cudaErrorIllegalAddress:
+      return "cudaErrorIllegalAddress";
+    default:
+      return "cudaErrorOfTheEmulator";
+  }
+}
+const char* cudaGetErrorString(cudaError_t) { return "told by the emulator"; }
+
+cudaError_t cudaMalloc(void** address, size_t size_bytes) {
+  FAKE_CALL("cudaMalloc");
+  const size_t bytes = (size_bytes + kPage - 1) / kPage * kPage;
+  if (state().in_use + bytes > kTotalMemory || state().used + bytes > kArenaBytes)
+    return give(cudaErrorMemoryAllocation);
+  *address = state().arena + state().used;
+  state().used += bytes;
+  state().in_use += bytes;
+  state().blocks[*address] = bytes;
+  const MemoryAccess access;
+  std::memset(*address, 0xff, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* address) {
+  const Lock lock;
+  const auto it = state().blocks.find(address);
+  if (it == state().blocks.end()) return give(cudaErrorInvalidValue);
+  state().in_use -= it->second;
+  const MemoryAccess access;
+  std::memset(address, 0xff, it->second);
+  state().blocks.erase(it);
+  return cudaSuccess;
+}
+cudaError_t cudaMallocHost(void** address, size_t size_bytes) {
+  FAKE_CALL("cudaMallocHost");
+  *address = std::malloc(size_bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaFreeHost(void* address) {
+  std::free(address);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  FAKE_CALL("cudaStreamCreate");
+  state().streams.push_back(std::make_unique<CUstream_st>());
+  *stream = state().streams.back().get();
+  (*stream)->gpu = current_gpu;
+  return cudaSuccess;
+}
+// What is still in it runs; the object stays until reset.
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  const Lock lock;
+  stream->destroyed = true;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  { FAKE_CALL("cudaStreamSynchronize"); }
+  CUstream_st* target;
+  uint64_t wanted;
+  {
+    const Lock lock;
+    target = stream_of(stream);
+    wanted = target->num_enqueued;
+  }
+  progress_until([&] { return target->num_done >= wanted; });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  FAKE_CALL("cudaEventCreate");
+  state().events.push_back(std::make_unique<CUevent_st>());
+  *event = state().events.back().get();
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  FAKE_CALL("cudaEventRecord");
+  enqueue(stream, [event, generation = ++event->recorded] {
+    event->reached = std::max(event->reached, generation);
+    return true;
+  });
+  return cudaSuccess;
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  FAKE_CALL("cudaStreamWaitEvent");
+  enqueue(stream, [event, generation = event->recorded] { return event->reached >= generation; });
+  return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  FAKE_CALL("cudaEventQuery");
+  for (uint32_t i = random_below(8); i > 0; --i) progress();
+  return event->reached >= event->recorded ? cudaSuccess : give(cudaErrorNotReady);
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  { FAKE_CALL("cudaEventSynchronize"); }
+  uint64_t wanted;
+  {
+    const Lock lock;
+    wanted = event->recorded;
+  }
+  progress_until([&] { return event->reached >= wanted; });
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size_bytes, cudaMemcpyKind,
+                            cudaStream_t stream) {
+  FAKE_CALL("cudaMemcpyAsync");
+  if (!is_device(to) && !is_device(from)) return give(cudaErrorInvalidValue);
+  enqueue(stream, [=] {
+    const MemoryAccess access;
+    std::memcpy(to, from, size_bytes);
+    return true;
+  });
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t size_bytes, cudaMemcpyKind kind) {
+  const cudaError_t error = cudaMemcpyAsync(to, from, size_bytes, kind, nullptr);
+  return error == cudaSuccess ? cudaStreamSynchronize(nullptr) : error;
+}
+
+}  // extern "C"
