@@ -49,6 +49,7 @@ optional_packages() {
   if [ "$PROFILE" = dev ]; then
     have shellcheck || echo shellcheck
     have clang-tidy || echo clang-tidy
+    have tc || echo iproute2 # two hosts on one machine
     # Launchers for the tests, which call these commands by name: openmpi-bin and mpich both offer an mpirun.
     have mpirun.openmpi || echo openmpi-bin
     have mpiexec.hydra || echo mpich

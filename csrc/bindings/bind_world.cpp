@@ -79,9 +79,10 @@ void bind_world(py::module_& m) {
   m.def(
       "make_world",
       [](int rank, int size, const std::string& master_addr, int master_port, int store_fd,
-         const std::string& secret, const std::string& job_id, double init_timeout_s, double timeout_s,
-         double greeting_limit_s, double heartbeat_s, double peer_timeout_s, const std::string& record_dir,
-         int num_threads, const std::string& isa, const std::string& executor, uint64_t schedule_seed,
+         const std::string& secret, const std::string& job_id, const std::string& transport,
+         const std::string& interface, double init_timeout_s, double timeout_s, double greeting_limit_s,
+         double heartbeat_s, double peer_timeout_s, const std::string& record_dir, int num_threads,
+         const std::string& isa, const std::string& executor, uint64_t schedule_seed,
          const py::function& progress) {
         const WorldOptions options{.rank = rank,
                                    .size = size,
@@ -90,6 +91,8 @@ void bind_world(py::module_& m) {
                                    .store_fd = store_fd,
                                    .secret = secret,
                                    .job_id = job_id,
+                                   .transport = transport,
+                                   .interface = interface,
                                    .init_timeout = milliseconds(init_timeout_s),
                                    .timeout = milliseconds(timeout_s),
                                    .greeting_limit = milliseconds(greeting_limit_s),
@@ -106,9 +109,9 @@ void bind_world(py::module_& m) {
         return make_world(options).release();
       },
       py::return_value_policy::take_ownership, py::kw_only(), "rank"_a, "size"_a, "master_addr"_a,
-      "master_port"_a, "store_fd"_a, "secret"_a, "job_id"_a, "init_timeout_s"_a, "timeout_s"_a,
-      "greeting_limit_s"_a, "heartbeat_s"_a, "peer_timeout_s"_a, "record_dir"_a, "num_threads"_a, "isa"_a,
-      "executor"_a, "schedule_seed"_a, "progress"_a);
+      "master_port"_a, "store_fd"_a, "secret"_a, "job_id"_a, "transport"_a, "interface"_a, "init_timeout_s"_a,
+      "timeout_s"_a, "greeting_limit_s"_a, "heartbeat_s"_a, "peer_timeout_s"_a, "record_dir"_a,
+      "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a, "progress"_a);
   m.def(
       "make_local_worlds",
       [](int size, int num_threads, const std::string& isa, const std::string& executor,

@@ -1,6 +1,7 @@
 #include "comm/factory.h"
 
 #include "comm/cpu_communicator.h"
+#include "comm/hierarchical/hierarchical_transport.h"
 #include "comm/shared_memory/shared_transport.h"
 
 namespace polyreme {
@@ -18,15 +19,6 @@ std::shared_ptr<SharedGroup> make_group(std::shared_ptr<SharedMemory> memory, in
                                         const CommOptions& options) {
   return std::make_shared<SharedGroup>(std::move(memory), rank, size, options.chunk_bytes,
                                        SharedGroup::Options{options.name, options.timeout});
-}
-
-std::unique_ptr<CpuCommunicator> join(std::shared_ptr<SharedMemory> memory,
-                                      std::shared_ptr<SharedMemorySource> source, int rank, int size,
-                                      const CommOptions& options) {
-  return std::make_unique<CpuCommunicator>(
-      std::make_unique<SharedTransport>(make_group(std::move(memory), rank, size, options), std::move(source),
-                                        options.chunk_bytes),
-      GroupJournal(options.journal, options.name, rank, size));
 }
 
 std::shared_ptr<SharedMemory> create_segment(SharedMemorySource& source, int size, const CommOptions& options,
@@ -55,43 +47,85 @@ std::string accept_invitation(const std::string& text, int rank, const CommOptio
   return name;
 }
 
-// Rank 0. Whatever goes wrong is told to those who have not attached yet.
-std::unique_ptr<Communicator> host_segment(Store& store, const std::string& key,
-                                           const std::shared_ptr<SharedMemorySource>& source, int size,
-                                           const CommOptions& options) {
-  std::string segment;
-  try {
-    auto memory = create_segment(*source, size, options, &segment);
-    auto communicator = join(std::move(memory), source, 0, size, options);
-    store.set(key, invitation(segment));
-    communicator->attach();
-    source->forget(segment);
-    return communicator;
-  } catch (const std::exception& failure) {
-    const std::string text = failure.what();
-    try {
-      store.set(key, "error " + text);
-    } catch (const CommError&) {  // they will miss the store itself
-    }
-    if (!segment.empty()) source->forget(segment);
-    throw;
+// A rank's side of a group over POSIX shared memory whose ranks have yet to attach. Rank 0 takes the name of
+// the memory away when this ends, and tells those that have not attached by then what went wrong, if
+// anything.
+class SharedOpening {
+ public:
+  SharedOpening(Store& store, int rank, int size, const std::string& job_id, const CommOptions& options)
+      : store_(store), source_(make_posix_source(job_id)) {
+    // The n-th group of this name; each rank counts for itself, so a key is never used twice.
+    const std::string base = concat("shm/", options.name, "/");
+    key_ = concat(base, store.add(concat(base, "rank", rank), 1));
+    const std::shared_ptr<SharedMemory> memory =
+        rank == 0 ? create(size, options) : attach_memory(rank, options);
+    transport_ = std::make_unique<SharedTransport>(make_group(memory, rank, size, options), source_,
+                                                   options.chunk_bytes);
+    if (rank == 0) store_.set(key_, invitation(segment_));
   }
+  ~SharedOpening() {
+    if (!segment_.empty()) source_->forget(segment_);
+  }
+  SharedOpening(const SharedOpening&) = delete;
+  SharedOpening& operator=(const SharedOpening&) = delete;
+
+  std::unique_ptr<Transport> take_transport() { return std::move(transport_); }
+  // Rank 0, after a failure.
+  void tell(const std::string& text) noexcept {
+    if (segment_.empty()) return;
+    try {
+      store_.set(key_, "error " + text);
+    } catch (const std::exception&) {  // they will miss the store itself
+    }
+  }
+
+ private:
+  std::shared_ptr<SharedMemory> create(int size, const CommOptions& options) {
+    try {
+      return create_segment(*source_, size, options, &segment_);
+    } catch (const std::exception& failure) {
+      store_.set(key_, std::string("error ") + failure.what());
+      throw;
+    }
+  }
+  std::shared_ptr<SharedMemory> attach_memory(int rank, const CommOptions& options) {
+    const std::string segment = accept_invitation(store_.get(key_, options.timeout), rank, options);
+    try {
+      return source_->attach(segment);
+    } catch (const CommError&) {
+      accept_invitation(store_.get(key_, options.timeout), rank,
+                        options);  // rank 0 may have failed meanwhile
+      throw;
+    }
+  }
+
+  Store& store_;
+  std::shared_ptr<SharedMemorySource> source_;
+  std::string key_;
+  std::string segment_;  // on rank 0
+  std::unique_ptr<Transport> transport_;
+};
+
+void check_rank(int rank, int size, const CommOptions& options) {
+  check_options(size, options);
+  require(rank >= 0 && rank < size, "group '", options.name, "': rank is ", rank, "; expected 0 to ",
+          size - 1);
 }
 
-std::unique_ptr<Communicator> join_segment(Store& store, const std::string& key,
-                                           const std::shared_ptr<SharedMemorySource>& source, int rank,
-                                           int size, const CommOptions& options) {
-  const std::string segment = accept_invitation(store.get(key, options.timeout), rank, options);
-  std::shared_ptr<SharedMemory> memory;
-  try {
-    memory = source->attach(segment);
-  } catch (const CommError&) {
-    accept_invitation(store.get(key, options.timeout), rank, options);  // rank 0 may have failed meanwhile
-    throw;
-  }
-  auto communicator = join(std::move(memory), source, rank, size, options);
+// All ranks of `transport` call it.
+std::unique_ptr<Communicator> join(std::unique_ptr<Transport> transport, const CommOptions& options) {
+  const GroupJournal journal(options.journal, options.name, transport->rank(), transport->size());
+  auto communicator = std::make_unique<CpuCommunicator>(std::move(transport), journal);
   communicator->attach();
   return communicator;
+}
+
+std::unique_ptr<MessageTransport> open_tcp(Store& store, int rank, int size, TcpEndpointOptions tcp,
+                                           const CommOptions& options) {
+  tcp.name = options.name;
+  return std::make_unique<MessageTransport>(
+      make_tcp_endpoint(store, rank, size, tcp),
+      MessageOptions{.name = options.name, .timeout = options.timeout, .chunk_bytes = options.chunk_bytes});
 }
 
 }  // namespace
@@ -116,17 +150,44 @@ std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, co
 
 std::unique_ptr<Communicator> make_shm_communicator(Store& store, int rank, int size,
                                                     const std::string& job_id, const CommOptions& options) {
-  check_options(size, options);
-  require(rank >= 0 && rank < size, "group '", options.name, "': rank is ", rank, "; expected 0 to ",
-          size - 1);
-  const std::shared_ptr<SharedMemorySource> source = make_posix_source(job_id);
+  check_rank(rank, size, options);
   if (size == 1) return std::move(make_local_communicators(1, options).front());
+  SharedOpening opening(store, rank, size, job_id, options);
+  try {
+    return join(opening.take_transport(), options);
+  } catch (const std::exception& failure) {
+    opening.tell(failure.what());
+    throw;
+  }
+}
 
-  // The n-th group of this name; each rank counts for itself, so a key is never used twice.
-  const std::string base = concat("shm/", options.name, "/");
-  const std::string key = concat(base, store.add(concat(base, "rank", rank), 1));
-  return rank == 0 ? host_segment(store, key, source, size, options)
-                   : join_segment(store, key, source, rank, size, options);
+std::unique_ptr<Communicator> make_tcp_communicator(Store& store, int rank, int size,
+                                                    const TcpEndpointOptions& tcp,
+                                                    const CommOptions& options) {
+  check_rank(rank, size, options);
+  if (size == 1) return std::move(make_local_communicators(1, options).front());
+  return join(open_tcp(store, rank, size, tcp, options), options);
+}
+
+std::unique_ptr<Communicator> make_hierarchical_communicator(Store& store, int rank,
+                                                             const std::vector<int>& hosts,
+                                                             const std::string& job_id,
+                                                             const TcpEndpointOptions& tcp,
+                                                             const CommOptions& options) {
+  const int size = static_cast<int>(hosts.size());
+  check_rank(rank, size, options);
+  std::unique_ptr<MessageTransport> flat = open_tcp(store, rank, size, tcp, options);
+  const std::optional<HostGrid> grid = host_grid(hosts);
+  if (!grid) return join(HierarchicalTransport::make(std::move(flat), nullptr, hosts), options);
+  CommOptions host_options = options;
+  host_options.name = concat(options.name, " (host ", grid->host(rank), ")");
+  SharedOpening opening(store, grid->local(rank), grid->ranks_per_host, job_id, host_options);
+  try {
+    return join(HierarchicalTransport::make(std::move(flat), opening.take_transport(), hosts), options);
+  } catch (const std::exception& failure) {
+    opening.tell(failure.what());
+    throw;
+  }
 }
 
 }  // namespace polyreme

@@ -6,6 +6,7 @@
 
 #include "comm/communicator.h"
 #include "comm/store.h"
+#include "comm/tcp/endpoint.h"
 
 // Where groups come from; their subgroups come from Communicator::split. One function per transport.
 
@@ -25,6 +26,20 @@ std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, co
 // small, CommError if a rank is on another host, PeerLost, Timeout.
 std::unique_ptr<Communicator> make_shm_communicator(Store& store, int rank, int size,
                                                     const std::string& job_id, const CommOptions& options);
+
+// This process as rank `rank` of `size` processes on any hosts, over TCP. Collective. Throws as
+// make_tcp_endpoint does; the name is that of `options`.
+std::unique_ptr<Communicator> make_tcp_communicator(Store& store, int rank, int size,
+                                                    const TcpEndpointOptions& tcp,
+                                                    const CommOptions& options);
+
+// The same over shared memory between ranks of one host and over TCP between hosts; hosts[r] is a number of
+// the host of rank r, the same list on all ranks. Throws as the two above do.
+std::unique_ptr<Communicator> make_hierarchical_communicator(Store& store, int rank,
+                                                             const std::vector<int>& hosts,
+                                                             const std::string& job_id,
+                                                             const TcpEndpointOptions& tcp,
+                                                             const CommOptions& options);
 
 // This rank with its GPU as rank `rank` of `size`, over NCCL; `device` is of make_cuda_device. Collective:
 // the ranks meet in the store, which must outlive the communicator as the device must. See NcclCommunicator.

@@ -1,10 +1,12 @@
 #include "mesh/world.h"
 
 #include <algorithm>
+#include <map>
 
 #include "base/build_info.h"
 #include "comm/factory.h"
 #include "comm/rendezvous.h"
+#include "comm/shared_memory/process.h"
 #include "comm/tcp_store.h"
 
 namespace polyreme {
@@ -29,6 +31,44 @@ std::string common_isa(const std::vector<RankRecord>& records) {
   for (const RankRecord& record : records)
     if (record.fields.at("best_isa") == isa_name(Isa::kAvx2)) lowest = Isa::kAvx2;
   return isa_name(lowest);
+}
+
+// The host of each rank as a number, in order of first appearance.
+std::vector<int> host_numbers(const std::vector<RankRecord>& records) {
+  std::map<std::string, int> numbers;
+  std::vector<int> hosts;
+  for (const RankRecord& record : records)
+    hosts.push_back(
+        numbers.try_emplace(record.fields.at("domain"), static_cast<int>(numbers.size())).first->second);
+  return hosts;
+}
+
+// Names of hosts for people, different for different hosts: "a", "b", and "b (2)" for another one called b.
+std::vector<std::string> host_labels(const std::vector<RankRecord>& records, const std::vector<int>& hosts) {
+  std::map<std::string, std::vector<int>> hosts_of_name;
+  std::vector<std::string> labels;
+  for (size_t r = 0; r < records.size(); ++r) {
+    std::vector<int>& same_name = hosts_of_name[records[r].host];
+    auto place = std::find(same_name.begin(), same_name.end(), hosts[r]);
+    if (place == same_name.end()) place = same_name.insert(same_name.end(), hosts[r]);
+    const auto number = place - same_name.begin() + 1;
+    labels.push_back(number == 1 ? records[r].host : concat(records[r].host, " (", number, ")"));
+  }
+  return labels;
+}
+
+std::unique_ptr<Communicator> make_communicator(Store& store, const WorldOptions& options,
+                                                const std::vector<int>& hosts, const CommOptions& comm) {
+  const bool one_host = std::ranges::all_of(hosts, [](int host) { return host == 0; });
+  if (options.transport == "shm" || (options.transport == "auto" && one_host))
+    return make_shm_communicator(store, options.rank, options.size, options.job_id, comm);
+  const TcpEndpointOptions tcp{.interface = options.interface,
+                               .store_host = options.master_addr,
+                               .secret = options.secret,
+                               .init_limit = options.init_timeout,
+                               .peer_timeout = options.peer_timeout};
+  if (options.transport == "tcp") return make_tcp_communicator(store, options.rank, options.size, tcp, comm);
+  return make_hierarchical_communicator(store, options.rank, hosts, options.job_id, tcp, comm);
 }
 
 }  // namespace
@@ -79,6 +119,8 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
     return std::make_unique<World>(nullptr, make_cpu_device(options.device),
                                    std::move(make_local_communicators(1, comm).front()),
                                    std::vector<std::string>{"localhost"}, journal);
+  require(options.transport == "auto" || options.transport == "shm" || options.transport == "tcp",
+          "unknown transport '", options.transport, "'; expected auto, shm or tcp");
   const Isa best =
       isa_from_name(options.device.isa);  // throws for what this CPU lacks, before anybody is met
   std::unique_ptr<TcpStore> store = join_store(options);
@@ -86,16 +128,17 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
                                                               .world_size = options.size,
                                                               .fields = {{"version", build_info().version},
                                                                          {"isa", options.device.isa},
-                                                                         {"best_isa", isa_name(best)}},
+                                                                         {"best_isa", isa_name(best)},
+                                                                         {"domain", shared_memory_domain()},
+                                                                         {"transport", options.transport}},
                                                               .limit = options.init_timeout,
                                                               .progress = options.progress});
   require_same_field(records, "version");
+  require_same_field(records, "transport");
   CpuDeviceOptions device = options.device;
   device.isa = common_isa(records);
-  std::unique_ptr<Communicator> communicator =
-      make_shm_communicator(*store, options.rank, options.size, options.job_id, comm);
-  std::vector<std::string> hosts;
-  for (const RankRecord& record : records) hosts.push_back(record.host);
+  const std::vector<int> hosts = host_numbers(records);
+  std::unique_ptr<Communicator> communicator = make_communicator(*store, options, hosts, comm);
   WatchOptions watch{.store = {.host = options.master_addr,
                                .port = store->port(),
                                .secret = options.secret,
@@ -105,7 +148,7 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
                      .heartbeat_interval = options.heartbeat_interval,
                      .peer_timeout = options.peer_timeout};
   auto world = std::make_unique<World>(std::move(store), make_cpu_device(device), std::move(communicator),
-                                       std::move(hosts), journal);
+                                       host_labels(records, hosts), journal);
   world->start_watch(std::move(watch));
   world->communicator().barrier(options.init_timeout);  // nobody ends before the others have found its store
   return world;

@@ -23,6 +23,10 @@ struct WorldOptions {
   int store_fd = -1;   // rank 0: a listening socket to adopt instead of binding master_port
   std::string secret;  // shared by the ranks of the job
   std::string job_id;  // names the job's shared memory
+  // "auto": shared memory between ranks of one host, TCP between hosts. "shm" or "tcp": that alone. The same
+  // on all ranks.
+  std::string transport = "auto";
+  std::string interface;  // see TcpEndpointOptions
   std::chrono::milliseconds init_timeout{std::chrono::minutes(5)};
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};  // of one collective among live ranks
   // How long whoever holds the port may stay silent before it counts as a foreign program.
@@ -81,7 +85,7 @@ class World {
   ForkGuard fork_guard_;
 };
 
-// Meets the other ranks of this host; all agree on the lowest common instruction-set level. Blocks up
+// Meets the other ranks; all agree on the lowest common instruction-set level. Blocks up
 // to init_timeout. Throws Timeout naming the missing ranks, InvalidArgument for contradicting ones.
 std::unique_ptr<World> make_world(const WorldOptions& options);
 // `size` ranks as threads of this process, for tests: one World for each thread.

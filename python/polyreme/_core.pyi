@@ -53,6 +53,8 @@ def make_world(
     store_fd: int,
     secret: str,
     job_id: str,
+    transport: str,
+    interface: str,
     init_timeout_s: float,
     timeout_s: float,
     greeting_limit_s: float,

@@ -10,6 +10,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "base/error.h"
+
 namespace polyreme {
 namespace {
 
@@ -90,6 +92,12 @@ std::string boot_id() {
   std::string id = read_start("/proc/sys/kernel/random/boot_id", &error);
   while (!id.empty() && id.back() == '\n') id.pop_back();
   return id;
+}
+
+std::string shared_memory_domain() {
+  struct stat folder {};
+  if (stat("/dev/shm", &folder) != 0) return concat(boot_id(), "/none");
+  return concat(boot_id(), "/", folder.st_dev);
 }
 
 CpuMask usable_cpus() {

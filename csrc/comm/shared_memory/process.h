@@ -22,6 +22,8 @@ bool has_ended(const ProcessIdentity& process, const ProcessIdentity& observer);
 std::string host_name();
 // Equal for all processes of one running kernel.
 std::string boot_id();
+// Equal for processes that can share memory: of one kernel, with one /dev/shm (containers have their own).
+std::string shared_memory_domain();
 
 // The CPUs that a process may run on, as bits.
 using CpuMask = std::array<uint64_t, 16>;
