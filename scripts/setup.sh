@@ -49,6 +49,7 @@ optional_packages() {
   if [ "$PROFILE" = dev ]; then
     have shellcheck || echo shellcheck
     have clang-tidy || echo clang-tidy
+    has_libfuzzer || printf '%s\n' clang libclang-rt-dev
     # Launchers for the tests, which call these commands by name: openmpi-bin and mpich both offer an mpirun.
     have mpirun.openmpi || echo openmpi-bin
     have mpiexec.hydra || echo mpich
