@@ -119,7 +119,11 @@ std::vector<std::string> seeds() {
     return encode(Request{operation, 7, key, value});
   };
   const std::string wait = request(Operation::kGet, "later", ""), add = request(Operation::kAdd, "n", "4");
+  const std::string join = request(Operation::kJoin, "1", "1000 30000 123 4567 4026531836 1-2-3 host-a");
+  const std::string beat = request(Operation::kBeat, "-", ""), leave = request(Operation::kLeave, "-", "");
   return {hello + stranger,
+          join + beat + leave + friend_,
+          join + request(Operation::kReport, "-", "out of memory") + beat + friend_,
           hello + std::string(kProofBytes, 'p') + stranger,
           request(Operation::kSet, "awaited", "x") + request(Operation::kTryGet, "awaited", "") + friend_,
           wait + request(Operation::kCancel, "-", "") + friend_,

@@ -1,6 +1,7 @@
 #include "comm/tcp_store/wire.h"
 
 #include "comm/net/bytes.h"
+#include "comm/tcp_store/roll.h"
 #include "fuzz.h"
 
 // Frames of the store's protocol: requests as the server reads them, replies as the clients do.
@@ -51,6 +52,10 @@ void try_input(FuzzedDataProvider& input) {
     decode(bytes);
     if (const auto number = store_wire::parse_number(bytes))
       expect(store_wire::parse_number(std::to_string(*number)) == number, "a number has a text");
+    if (const auto watched = decode_watched(bytes)) {
+      const auto again = decode_watched(encode(*watched));
+      expect(again && encode(*again) == encode(*watched), "a watched process has a text");
+    }
     return;
   }
   const Stream whole = read({bytes});
@@ -67,7 +72,8 @@ std::vector<std::string> seeds() {
   const std::string add = encode(Request{Operation::kAdd, 2, "n", "-12"});
   const std::string reply = encode(Reply{Status::kOk, 2, "value"});
   std::vector<std::string> inputs;
-  for (const std::string& payload : {std::string("-12"), set.substr(4), reply.substr(4)})
+  for (const std::string& payload : {std::string("-12"), set.substr(4), reply.substr(4),
+                                     std::string("1000 30000 123 4567 4026531836 1-2-3 host-a")})
     inputs.push_back(payload + '\0');
   for (const char* sizes : {"\x01\x05\x3f", "\x3f\x3f\x3f"})
     for (const std::string& bytes : {set + add, reply + reply})
