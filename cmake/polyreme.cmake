@@ -14,8 +14,16 @@ target_link_libraries(polyreme_flags INTERFACE Threads::Threads)
 if(POLYREME_SANITIZE)
   # -O3 and full debug information take the compiler 20 times as long on the kernels.
   target_compile_options(polyreme_flags INTERFACE -fsanitize=${POLYREME_SANITIZE} -fno-sanitize-recover=all
-                         -fno-omit-frame-pointer -O1 -g1 -fno-var-tracking)
+                         -fno-omit-frame-pointer -O1 -g1 $<$<CXX_COMPILER_ID:GNU>:-fno-var-tracking>)
   target_link_options(polyreme_flags INTERFACE -fsanitize=${POLYREME_SANITIZE})
+endif()
+if(POLYREME_FUZZ)
+  if(NOT CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+    message(FATAL_ERROR "POLYREME_FUZZ=ON needs clang with libFuzzer, the compiler is ${CMAKE_CXX_COMPILER_ID}: "
+                        "use cmake --preset fuzz, after apt-get install clang libclang-rt-dev.")
+  endif()
+  # Counts what runs. Clang does not know some of the pragmas of g++.
+  target_compile_options(polyreme_flags INTERFACE -fsanitize=fuzzer-no-link -Wno-unknown-pragmas)
 endif()
 
 # Instruction-set levels: <name> <flags>. Kernel files are compiled once per level.

@@ -55,6 +55,12 @@ step() {
 
 have() { command -v "$1" >/dev/null 2>&1; }
 
+# Whether clang++ makes fuzz tests.
+has_libfuzzer() {
+  have clang++ && printf 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' |
+    clang++ -fsanitize=fuzzer,address,undefined -x c++ - -o /dev/null 2>/dev/null
+}
+
 # version_at_least GOT WANTED
 version_at_least() { [ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1)" = "$2" ]; }
 

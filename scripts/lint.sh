@@ -22,7 +22,7 @@ BIN="$VENV/bin"
 
 # NUL-separated files of C++ and CUDA.
 cpp_files() {
-  find csrc kernels tests/cpp tests/emulator -regex '.*\.\(h\|cpp\|cu\|cuh\)' -print0 2>/dev/null || true
+  find csrc kernels tests/cpp tests/emulator tests/fuzz -regex '.*\.\(h\|cpp\|cu\|cuh\)' -print0 2>/dev/null || true
 }
 
 format_cpp() {

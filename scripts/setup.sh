@@ -50,6 +50,7 @@ optional_packages() {
     have shellcheck || echo shellcheck
     have clang-tidy || echo clang-tidy
     have tc || echo iproute2 # two hosts on one machine
+    has_libfuzzer || printf '%s\n' clang libclang-rt-dev
     # Launchers for the tests, which call these commands by name: openmpi-bin and mpich both offer an mpirun.
     have mpirun.openmpi || echo openmpi-bin
     have mpiexec.hydra || echo mpich

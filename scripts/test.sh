@@ -2,6 +2,7 @@
 # Sets up like scripts/setup.sh --dev and runs the tests. Without options: all parts.
 #
 #   scripts/test.sh [--full] [--lint] [--cpp] [--python] [--docs] [--quickstart] [--wheel] [--sanitize]
+#                   [--fuzz]
 #
 #   --lint        formats, linters, layers (scripts/lint.sh)
 #   --cpp         C++ tests (GoogleTest by ctest)
@@ -10,7 +11,8 @@
 #   --quickstart  scripts/quickstart.sh for a few steps
 #   --wheel       sdist and wheel, tested away from this folder, on the oldest and newest Python
 #   --sanitize    C++ tests of the lower modules under AddressSanitizer and UBSan
-#   --full        all of the above, with every Python, every module and ThreadSanitizer too
+#   --fuzz        fuzz tests of what is read from sockets (clang's libFuzzer), together a minute
+#   --full        all of the above, with every Python, every module and ThreadSanitizer too, fuzz tests longer
 #
 # A part that fails does not stop the others; the summary at the end names it and the exit status is 1.
 set -euo pipefail
@@ -18,7 +20,7 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 cd "$ROOT"
 
-ALL_PARTS=(lint cpp python docs quickstart wheel sanitize)
+ALL_PARTS=(lint cpp python docs quickstart wheel sanitize fuzz)
 # What every other module stands on, and where memory is handled by hand.
 SANITIZED_MODULES="base|telemetry|device|tensor|ops|comm"
 
@@ -27,7 +29,7 @@ FULL=""
 for argument in "$@"; do
   case "$argument" in
     --full) FULL=1 ;;
-    --lint | --cpp | --python | --docs | --quickstart | --wheel | --sanitize) PARTS+=("${argument#--}") ;;
+    --lint | --cpp | --python | --docs | --quickstart | --wheel | --sanitize | --fuzz) PARTS+=("${argument#--}") ;;
     -h | --help)
       sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"
       exit 0
@@ -81,6 +83,34 @@ sanitized() {
 part_sanitize() {
   sanitized asan-ubsan
   [ -z "$FULL" ] || sanitized tsan
+}
+
+# fuzz_one TARGET SECONDS: starts from the target's own seeds and from what earlier runs found. No valid message
+# takes as much memory as the limits; an input that takes 20 s counts as hung.
+fuzz_one() {
+  local target="$1" corpus="build/fuzz/corpus/$1"
+  mkdir -p "$corpus" build/fuzz/findings
+  UBSAN_OPTIONS=print_stacktrace=1 step "Fuzzing: $target" "build/fuzz/bin/$target" "$corpus" \
+    -max_total_time="$2" -timeout=20 -malloc_limit_mb=8 -rss_limit_mb=1024 \
+    -artifact_prefix="build/fuzz/findings/$target-" ||
+    die "$target found a fault with the input in the 'Test unit' above" \
+      "build/fuzz/bin/$target FILE tries that input again; a fix comes with a unit test"
+  grep -P '^#\d+\tDONE' "$LAST_LOG"
+}
+
+part_fuzz() {
+  local targets=() target seconds=60 failed=""
+  has_libfuzzer || die "the fuzz tests need clang with libFuzzer" \
+    "as root: apt-get install clang libclang-rt-dev (elsewhere the packages that provide them)"
+  [ -z "$FULL" ] || seconds=600
+  cmake --preset fuzz
+  cmake --build --preset fuzz
+  mapfile -t targets < <(ninja -C build/fuzz -t targets all | sed -nE 's/^bin\/(fuzz_\w+): .*/\1/p')
+  seconds=$((seconds / ${#targets[@]}))
+  for target in "${targets[@]}"; do
+    (fuzz_one "$target" "$seconds") || failed+=" $target"
+  done
+  [ -z "$failed" ] || die "faults found by$failed" "see above"
 }
 
 SUMMARY=()

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "comm/collective.h"
+#include "comm/net/bytes.h"
 #include "comm/shared_memory/process.h"
 
 // Keys, below the name of the rendezvous:
@@ -18,16 +19,19 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr char kJoined = '+', kInvalid = '!', kTimedOut = 't';
+constexpr const char* kMalformed =
+    "what another rank wrote into the store is malformed; install the same polyreme on all ranks";
 
 void append_field(std::string& to, const std::string& text) { to += concat(text.size(), ":", text); }
 
 std::string take_field(const std::string& from, size_t& at) {
   const size_t colon = from.find(':', at);
-  require<CommError>(colon != std::string::npos, "a rank's record in the store is malformed");
-  const size_t length = std::stoull(from.substr(at, colon - at));
-  at = colon + 1 + length;
-  require<CommError>(at <= from.size(), "a rank's record in the store is malformed");
-  return from.substr(colon + 1, length);
+  const auto length = parse_number(std::string_view(from).substr(at, colon - at));
+  require<CommError>(colon != std::string::npos && length && *length >= 0 &&
+                         static_cast<uint64_t>(*length) <= from.size() - colon - 1,
+                     kMalformed);
+  at = colon + 1 + static_cast<size_t>(*length);
+  return from.substr(colon + 1, at - colon - 1);
 }
 
 std::string encode_record(const RankRecord& record) {
@@ -45,7 +49,9 @@ RankRecord decode_record(int rank, const std::string& text) {
   RankRecord record{.rank = rank};
   size_t at = 0;
   record.host = take_field(text, at);
-  record.pid = std::stoll(take_field(text, at));
+  const auto pid = parse_number(take_field(text, at));
+  require<CommError>(pid.has_value(), kMalformed);
+  record.pid = *pid;
   while (at < text.size()) {
     const std::string name = take_field(text, at);
     record.fields[name] = take_field(text, at);
@@ -123,6 +129,7 @@ class Meeting {
   }
 
   void obey(const std::string& verdict) const {
+    require<CommError>(!verdict.empty(), kMalformed);
     if (verdict.front() == kJoined) return;
     const std::string text = concat("rendezvous of ", self_text(), ": ", verdict.substr(1));
     if (verdict.front() == kTimedOut) throw Timeout(text);

@@ -36,7 +36,8 @@ struct RendezvousOptions {
 // on every rank. All ranks fail together, with one text:
 // InvalidArgument if a rank is outside the world, if two processes claim one rank, or if WORLD_SIZE
 // differs between ranks, naming both sides with host and pid; Timeout naming the missing ranks when
-// the first one has waited for `limit`. Throws PeerLost if the store is gone.
+// the first one has waited for `limit`. Throws PeerLost if the store is gone, CommError if a rank wrote
+// into it what no rank writes.
 std::vector<RankRecord> rendezvous(Store& store, const RendezvousOptions& options);
 
 // Throws InvalidArgument with the values by rank unless all ranks gave field `name` the same value.

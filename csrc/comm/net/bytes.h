@@ -1,10 +1,12 @@
 #pragma once
 
+#include <charconv>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
-// Integers as bytes, little-endian on every machine.
+// Integers as bytes, little-endian on every machine, and in decimal.
 
 namespace polyreme {
 
@@ -25,6 +27,14 @@ inline void append_u64(std::string& to, uint64_t value) {
 
 inline uint64_t load_u64(std::string_view from) {
   return load_u32(from) | uint64_t{load_u32(from.substr(4))} << 32;
+}
+
+// Nothing unless the text is one whole number.
+inline std::optional<int64_t> parse_number(std::string_view text) {
+  int64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return number;
 }
 
 }  // namespace polyreme

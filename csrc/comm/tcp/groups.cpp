@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "comm/collective.h"
+#include "comm/net/bytes.h"
 #include "comm/net/handshake.h"
 #include "comm/rendezvous.h"
 #include "comm/shared_memory/process.h"
@@ -109,6 +110,16 @@ std::vector<LinkSockets> connect_world(Store& store, const std::string& key, con
   }
 }
 
+// Where a rank listens, as it wrote into the store.
+PeerAddress address_of(const RankRecord& record) {
+  const std::string who = who_is(static_cast<size_t>(record.rank), {record.host, record.pid, ""});
+  const auto address = record.fields.find("address"), port = record.fields.find("port");
+  const int64_t number = port == record.fields.end() ? 0 : parse_number(port->second).value_or(0);
+  require<CommError>(address != record.fields.end() && number >= 1 && number <= 65535, who,
+                     " does not say where it listens; install the same polyreme on all ranks");
+  return {who, address->second, static_cast<int>(number)};
+}
+
 }  // namespace
 
 std::unique_ptr<TcpEndpoint> make_tcp_endpoint(Store& store, int rank, int size,
@@ -142,9 +153,8 @@ std::unique_ptr<TcpEndpoint> make_tcp_endpoint(Store& store, int rank, int size,
                          .deadline = deadline};
   int num_local = 0;
   for (const RankRecord& record : records) {
-    ranks.push_back({record.host, record.pid, record.fields.at("address")});
-    connect.ranks.push_back({who_is(connect.ranks.size(), ranks.back()), ranks.back().address,
-                             std::stoi(record.fields.at("port"))});
+    connect.ranks.push_back(address_of(record));
+    ranks.push_back({record.host, record.pid, connect.ranks.back().address});
     if (record.host == host_name()) ++num_local;
   }
   common->spins = num_local <= count_cpus(usable_cpus());

@@ -51,7 +51,9 @@ class Client final : public TcpStore {
     const Reply reply = call(Operation::kAdd, key, std::to_string(amount));
     require(reply.status != Status::kNotANumber, "store key '", key, "' does not hold a number that ", amount,
             " can be added to");
-    return store_wire::parse_number(reply.value).value_or(0);
+    if (const auto sum = store_wire::parse_number(reply.value)) return *sum;
+    const std::lock_guard lock(mutex_);
+    lose("it sent a malformed reply");
   }
 
   int port() const override { return port_; }

@@ -1,9 +1,5 @@
 #include "comm/tcp_store/wire.h"
 
-#include <charconv>
-
-#include "comm/net/bytes.h"
-
 namespace polyreme::store_wire {
 
 std::string encode(const Request& request) {
@@ -54,13 +50,6 @@ std::optional<Reply> decode_reply(std::string_view payload) {
     return std::nullopt;
   return Reply{static_cast<Status>(status), load_u32(payload.substr(1)),
                std::string(payload.substr(kReplyHeadBytes))};
-}
-
-std::optional<int64_t> parse_number(std::string_view text) {
-  int64_t number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return number;
 }
 
 }  // namespace polyreme::store_wire

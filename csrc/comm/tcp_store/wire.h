@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "comm/net/bytes.h"
 #include "comm/net/handshake.h"
 
 // What goes over the wire between a store and its clients, after the handshake (net/handshake.h)
@@ -77,7 +78,6 @@ std::optional<std::string> take_frame(std::string& buffer, bool& malformed);
 std::optional<Request> decode_request(std::string_view payload);
 std::optional<Reply> decode_reply(std::string_view payload);
 
-// A whole decimal number.
-std::optional<int64_t> parse_number(std::string_view text);
+using polyreme::parse_number;  // of kAdd
 
 }  // namespace polyreme::store_wire

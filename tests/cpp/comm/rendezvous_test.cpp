@@ -116,6 +116,33 @@ TEST(Rendezvous, WorldSizesThatDiffer) {
     expect_text(outcome, "InvalidArgument", {"WORLD_SIZE differs", "5 on rank 3"});
 }
 
+// Rank 0 of two, while the other rank wrote `value` under `key`.
+std::string outcome_beside(const std::string& key, const std::string& value) {
+  const auto store = TcpStore::serve({});
+  store->set("rendezvous/" + key, value);
+  // A verdict is the last word; otherwise rank 0 judges that all have joined.
+  store->add(key == "verdict" ? "rendezvous/judged" : "rendezvous/joined", 1);
+  try {
+    rendezvous(*store, rank_of(0, 2));
+  } catch (...) {
+    return outcome_of(std::current_exception());
+  }
+  return "ok";
+}
+
+TEST(Rendezvous, MalformedRecords) {
+  EXPECT_EQ(outcome_beside("rank/1", "1:h2:12"), "ok");
+  for (const char* record :
+       {"", "1", "1:", "2:h", "-1:h", "x:h", "1:h", "1:h1:x", "1:h0:", "1:h2:12x", "1:h2:121:a",
+        "1:h2:121:a2:b", "99999999999999999999:h", "1:h20:99999999999999999999",
+        "1:h1:118446744073709551595:"})  // 2^64 - 21: back to where this field begins
+    expect_text(outcome_beside("rank/1", record), "CommError", {"malformed", "same polyreme"});
+}
+
+TEST(Rendezvous, AVerdictWithoutText) {
+  expect_text(outcome_beside("verdict", ""), "CommError", {"malformed", "same polyreme"});
+}
+
 TEST(Rendezvous, ImpossibleRanks) {
   for (const auto& options : {rank_of(2, 2), rank_of(-1, 2), rank_of(0, 0)}) {
     const auto outcomes = meet({options});

@@ -207,6 +207,26 @@ TEST(TcpStore, AStoreWithoutTheSecretIsNotOurs) {
   impostor.get();
 }
 
+TEST(TcpStore, ASumThatIsNoNumber) {
+  const FileDescriptor listener = listen_on("127.0.0.1", 0);
+  auto server = std::async(std::launch::async, [&] {
+    int fd = -1;
+    while ((fd = accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK)) < 0) std::this_thread::yield();
+    const FileDescriptor connection(fd);
+    const auto deadline = std::chrono::steady_clock::now() + seconds(5);
+    ServerHandshake handshake(store_wire::kProtocol);
+    std::string bytes;
+    while (!handshake.over() &&
+           receive_some(connection, bytes, handshake.wanted(), deadline) == IoResult::kDone)
+      send_all(connection, handshake.take(std::exchange(bytes, {}), "hunter2", ""), deadline);
+    receive_some(connection, bytes, 100, deadline);
+    send_all(connection, encode(store_wire::Reply{store_wire::Status::kOk, 1, "many"}), deadline);
+  });
+  const auto client = TcpStore::connect(at_port(port_of(listener)));
+  expect_text(failure_of([&] { client->add("n", 1); }), "PeerLost", {"store lost", "malformed reply"});
+  server.get();
+}
+
 TEST(TcpStore, AdoptsASocket) {
   FileDescriptor listener = listen_on("127.0.0.1", 0);
   const int port = port_of(listener);

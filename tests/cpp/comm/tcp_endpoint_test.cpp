@@ -6,11 +6,14 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <future>
 #include <random>
 
 #include "comm/mp/endpoint_processes.h"
 #include "comm/net/crc32c.h"
+#include "comm/rendezvous.h"
 #include "comm/tcp/wire.h"
+#include "comm/tcp_store.h"
 
 namespace polyreme {
 namespace {
@@ -208,6 +211,32 @@ TEST(TcpEndpoint, ArgumentsAreChecked) {
 }
 
 // Needs 4.5 GB; scripts/test.sh --full sets the variable.
+TEST(TcpEndpoint, ARankThatDoesNotSayWhereItListens) {
+  const std::vector<RankFields> all_fields = {{},
+                                              {{"port", "1"}},
+                                              {{"address", "127.0.0.1"}},
+                                              {{"address", "127.0.0.1"}, {"port", "x"}},
+                                              {{"address", "127.0.0.1"}, {"port", "65536"}},
+                                              {{"address", "127.0.0.1"}, {"port", "99999999999"}}};
+  for (const RankFields& fields : all_fields) {
+    const auto server = TcpStore::serve({});
+    auto peer = std::async(std::launch::async, [&, store = TcpStore::connect({.port = server->port()})] {
+      rendezvous(*store, {.rank = 0, .world_size = 2, .fields = fields, .name = "tcp/world/1"});
+    });
+    TcpEndpointOptions options;
+    options.name = "world";
+    try {
+      make_tcp_endpoint(*server, 1, 2, options);
+      ADD_FAILURE() << "joined";
+    } catch (const CommError& failure) {
+      const std::string text = failure.what();
+      EXPECT_TRUE(text.starts_with("rank 0 (host ")) << text;
+      EXPECT_NE(text.find("does not say where it listens"), std::string::npos) << text;
+    }
+    peer.get();
+  }
+}
+
 TEST(TcpEndpoint, MoreThanTwoGigabytes) {
   if (std::getenv("POLYREME_TEST_FULL") == nullptr) GTEST_SKIP() << "takes 4.5 GB; set POLYREME_TEST_FULL=1";
   expect_ok(run_endpoints(2, [](TcpEndpoint& endpoint, RankProcesses&) {
