@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <iomanip>
 #include <utility>
 
 #include "base/error.h"
@@ -18,6 +17,7 @@
 namespace polyreme {
 namespace {
 
+using std::chrono::duration_cast;
 using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 using store_wire::Operation;
@@ -29,10 +29,6 @@ constexpr size_t kMaxReportBytes = size_t{4} << 10;
 constexpr auto kGoodbyeLimit = std::chrono::seconds(1);
 // The process of rank 0 is given this time to end, for the text, after its connection was closed.
 constexpr auto kTimeToEnd = milliseconds(200);
-
-std::string seconds_text(nanoseconds time) {
-  return concat(std::fixed, std::setprecision(1), std::chrono::duration<double>(time).count(), " s");
-}
 
 // Wakes one thread that waits for it. Not a condition variable: to destroy one in a forked child, where its
 // waiters do not exist, blocks.
@@ -131,7 +127,18 @@ Watch::Watch(WatchOptions options)
           seconds_text(options_.peer_timeout), ": expected a timeout of at least two intervals");
   connection_ = std::make_unique<Connection>(options_);
   thread_ = std::thread([this] { run(); });
-  checker_ = std::thread([this] { check_thread(); });
+  try {
+    checker_ = std::thread([this] { check_thread(); });
+  } catch (...) {
+    end_thread();
+    throw;
+  }
+}
+
+void Watch::end_thread() {
+  enter(Phase::kLeaving);
+  connection_->wake.ring();
+  thread_.join();
 }
 
 Watch::~Watch() {
@@ -140,10 +147,9 @@ Watch::~Watch() {
     checker_.detach();
     return;
   }
-  enter(Phase::kLeaving);
-  connection_->wake.ring();
-  thread_.join();
+  end_thread();
   checker_.join();
+  if (!failure_.empty() && failure_ == report_ && options_.on_failure) options_.on_failure(failure_);
 }
 
 void Watch::report(const std::string& text) noexcept try {
@@ -174,13 +180,15 @@ bool Watch::enter(Phase phase) {
 }
 
 void Watch::fail(const std::string& text) {
+  bool is_own = false;
   {
     const std::lock_guard lock(mutex_);
     if (phase_ != Phase::kWatching || !failure_.empty()) return;
     failure_ = text;
+    is_own = text == report_;
   }
   if (options_.journal) options_.journal->note(JournalEvent::kFailure, text);
-  if (options_.on_failure) options_.on_failure(text);
+  if (options_.on_failure && !is_own) options_.on_failure(text);
   enter(Phase::kOver);
 }
 
@@ -189,7 +197,7 @@ void Watch::note_stall(const std::string& text, nanoseconds silent) {
   if (options_.journal) options_.journal->note(JournalEvent::kStall, text, silent.count());
 }
 
-void Watch::run() {
+void Watch::run() try {
   AwakeClock awake;
   beaten_ = -options_.heartbeat_interval;
   while (true) {
@@ -205,6 +213,7 @@ void Watch::run() {
     if (!take_replies(now) || !speak(now)) return;
     connection_->wait(options_.heartbeat_interval - (now - beaten_));
   }
+} catch (const std::exception&) {  // out of memory: check_thread finds that nothing runs any more
 }
 
 bool Watch::take_replies(nanoseconds now) {
@@ -229,7 +238,8 @@ bool Watch::take_replies(nanoseconds now) {
     if (unheard.count() > 0)
       note_stall(concat(self_text_, " was not heard for ", seconds_text(unheard)), unheard);
     if (unanswered > 2 * options_.heartbeat_interval && unheard.count() == 0)
-      note_stall(concat(connection_->store_text(), " did not answer for ", seconds_text(unanswered)),
+      note_stall(concat(connection_->store_text(), " did not answer for ",
+                        seconds_text(duration_cast<milliseconds>(unanswered))),
                  unanswered);
   }
 }
@@ -252,13 +262,13 @@ bool Watch::speak(nanoseconds now) {
     beaten_ = now;
   }
   if (now - heard_ < options_.peer_timeout) return true;
-  fail(connection_->lost_text(concat("no answer for ", seconds_text(now - heard_))));
+  fail(connection_->lost_text(concat("no answer for ", seconds_text(options_.peer_timeout))));
   return false;
 }
 
 // The thread makes a round in every interval, of which a timeout has at least two: so in every second quarter
 // of a timeout. A process that was stopped is no matter: this thread was stopped as well.
-void Watch::check_thread() {
+void Watch::check_thread() try {
   const auto quarter = options_.peer_timeout / 4;
   uint64_t seen = 0;
   for (int same = 0; same < 7;) {
@@ -271,6 +281,7 @@ void Watch::check_thread() {
     same = rounds == std::exchange(seen, rounds) ? same + 1 : 0;
   }
   fail(concat(self_text_, ": its own watch has not run for ", seconds_text(7 * quarter)));
+} catch (const std::exception&) {  // out of memory: the others notice that this rank is silent
 }
 
 }  // namespace polyreme

@@ -21,7 +21,9 @@ struct WatchOptions {
   // How long a rank, or the store, may be silent. At least twice the interval.
   std::chrono::milliseconds peer_timeout{std::chrono::seconds(30)};
   // Called at most once, from a thread of the watch, with the first failure of the job: the same text on all
-  // ranks, unless the store itself was lost. Must not throw, nor wait for the watch.
+  // ranks, unless the store itself was lost. On the rank that reported it only by the destructor: its process
+  // should end before the others hear of it, who ask whoever started them what came first. Must not throw,
+  // nor wait for the watch.
   std::function<void(const std::string&)> on_failure;
   std::shared_ptr<Journal> journal;  // gets stalls and the failure; may be null
 };
@@ -44,8 +46,9 @@ class Watch {
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
-  // This rank has failed: `text`, cut to 4 KiB, is told to all ranks, this one included. Returns when the
-  // store has it, or after a second. From any thread but the watch's own; nothing in a forked child.
+  // This rank has failed: `text`, cut to 4 KiB, is told to all ranks, as soon as this one has ended, or after
+  // 300 ms. Returns when the store has it, or after a second. From any thread but the watch's own; nothing in
+  // a forked child.
   void report(const std::string& text) noexcept;
   // "rank 2 (host a, pid 123)", this one.
   const std::string& self_text() const { return self_text_; }
@@ -59,6 +62,7 @@ class Watch {
   class Connection;
   enum class Phase { kWatching, kLeaving, kOver };
 
+  void end_thread();
   void run();
   // What has come from the store. False if the watch is over.
   bool take_replies(std::chrono::nanoseconds now);

@@ -95,7 +95,7 @@ void World::report_failure(const std::string& text) noexcept {
 }
 
 void World::leave() noexcept {
-  watch_.reset();
+  if (watch_ && watch_->failure().empty()) watch_.reset();  // else there is nobody to say goodbye to
   if (journal_) journal_->close();
 }
 

@@ -1,6 +1,5 @@
 #include "comm/tcp_store/roll.h"
 
-#include <iomanip>
 #include <sstream>
 #include <utility>
 
@@ -50,6 +49,10 @@ std::string watched_text(int rank, const Watched& watched) {
   return concat("rank ", rank, " (host ", watched.host, ", pid ", watched.process.pid, ")");
 }
 
+std::string seconds_text(milliseconds time) {
+  return concat(std::chrono::duration<double>(time).count(), " s");
+}
+
 std::string state_text(const Watched& watched) {
   if (watched.boot_id != boot_id()) return "";
   switch (process_state(watched.process, this_process())) {
@@ -95,8 +98,7 @@ void Roll::look(Time now) {
     if (closed) {
       text += "its connection to the store was closed";
     } else {
-      text += concat("no heartbeat for ", std::fixed, std::setprecision(1),
-                     std::chrono::duration<double>(now - entry.heard).count(), " s");
+      text += concat("no heartbeat for ", seconds_text(entry.watched.peer_timeout));
     }
     text += state_text(entry.watched);
   }

@@ -26,6 +26,8 @@ std::optional<Watched> decode_watched(std::string_view text);
 
 // "rank 2 (host a, pid 123)"
 std::string watched_text(int rank, const Watched& watched);
+// "3 s", "0.5 s"
+std::string seconds_text(std::chrono::milliseconds time);
 // What /proc says, as in "; the process is stopped"; empty if nothing can be found out from here.
 std::string state_text(const Watched& watched);
 

@@ -243,7 +243,10 @@ void StoreServer::tell_watches(Status status, const std::string& text) {
 
 // Once per round.
 void StoreServer::look_after_watches() {
-  roll_.look(awake_.now());
+  if (awake_.now() >= next_look_) {
+    roll_.look(awake_.now());
+    next_look_ = awake_.now() + kLookInterval / 2;
+  }
   const bool ends = ending_.load();
   if (!told_failure_.load() && (roll_.may_tell(awake_.now()) || (ends && !roll_.failure().empty()))) {
     tell_watches(Status::kFailed, roll_.failure());

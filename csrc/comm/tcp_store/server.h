@@ -75,6 +75,7 @@ class StoreServer {
   std::atomic<bool> ending_{false}, stopping_{false}, told_failure_{false};
   AwakeClock awake_;
   Roll roll_;
+  Roll::Time next_look_{0};
   bool told_end_ = false;
   std::chrono::milliseconds linger_{0};
   const int owner_pid_;
