@@ -154,6 +154,7 @@ bool SocketEndpoint::move() {
 
 // Until something may have happened, at most kTryInterval.
 void SocketEndpoint::wait(Clock::time_point deadline) {
+  answer_who_asks();
   polled_.assign(1, {control_.poll_fd(), POLLIN, 0});
   for (const int peer : active_) {
     const auto events = (link(peer).receives() ? POLLIN : 0) | (link(peer).sends() ? POLLOUT : 0);
@@ -165,7 +166,6 @@ void SocketEndpoint::wait(Clock::time_point deadline) {
   if (polled_[0].revents == 0) return;
   read_control();
   throw_if_broken();
-  answer_who_asks();
 }
 
 void SocketEndpoint::say_that_it_waits() {
