@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "comm/net/bytes.h"
 
 namespace polyreme {
 namespace {
@@ -20,6 +21,13 @@ void watch(const FileDescriptor& epoll, const FileDescriptor& fd, uint64_t tag) 
   event.data.u64 = tag;
   require<CommError>(epoll_ctl(epoll.get(), EPOLL_CTL_ADD, fd.get(), &event) == 0,
                      "epoll_ctl: ", std::strerror(errno));
+}
+
+std::vector<int> decode_ranks(std::string_view text, size_t size) {
+  std::vector<int> ranks;
+  for (; text.size() >= 4; text.remove_prefix(4))
+    if (load_u32(text) < size) ranks.push_back(static_cast<int>(load_u32(text)));
+  return ranks;
 }
 
 }  // namespace
@@ -60,6 +68,10 @@ void ControlLinks::receive(Peer& peer) {
     bool malformed = false;
     while (auto frame = tcp_wire::take_control_frame(peer.input, malformed)) {
       if (frame->what == tcp_wire::News::kLeft) peer.state = State::kLeft;
+      if (frame->what == tcp_wire::News::kWaits) {
+        peer.last_waited = std::chrono::steady_clock::now();
+        peer.awaits = decode_ranks(frame->text, peers_.size());
+      }
       if (frame->what == tcp_wire::News::kFailure && !failure_) failure_ = std::move(frame);
     }
     if (malformed) return end(peer, State::kClosed);

@@ -29,9 +29,12 @@ class ControlLinks {
   // Takes in what has come; returns a failure that a peer has told, once.
   std::optional<tcp_wire::ControlFrame> read();
   State state(int rank) const { return peers_[static_cast<size_t>(rank)].state; }
+  // When the rank last said that it waits inside an exchange (the beginning of time if never), and for whom.
+  Deadline last_waited(int rank) const { return peers_[static_cast<size_t>(rank)].last_waited; }
+  const std::vector<int>& awaited_by(int rank) const { return peers_[static_cast<size_t>(rank)].awaits; }
 
   // To all peers, without waiting: what has no room in the socket's buffer is not sent, which does not
-  // happen to the two frames that a rank sends.
+  // happen to the few frames that a rank sends.
   void tell(const tcp_wire::ControlFrame& frame);
   // Makes poll_fd readable for good.
   void wake() noexcept;
@@ -42,6 +45,8 @@ class ControlLinks {
   struct Peer {
     FileDescriptor socket;
     State state = State::kOpen;
+    Deadline last_waited{};
+    std::vector<int> awaits;
     std::string input;
   };
   void receive(Peer& peer);

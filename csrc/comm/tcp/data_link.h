@@ -30,7 +30,7 @@ class DataLink {
   void clear();
   bool sends() const { return out_.at < out_.messages.size(); }
   bool receives() const { return in_.at < in_.messages.size(); }
-  // Of payload, of the exchange so far.
+  // Of payload, missing in the exchange.
   int64_t bytes_to_send() const { return missing(out_); }
   int64_t bytes_to_receive() const { return missing(in_); }
 

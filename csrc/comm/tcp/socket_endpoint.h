@@ -65,10 +65,12 @@ class SocketEndpoint final : public TcpEndpoint {
   void wait(Deadline deadline);
   void read_control();
   void look_for_lost(Deadline last_move);
+  void say_that_it_waits();
+  void answer_who_asks();
   std::vector<Invitation> invite(const std::vector<int>& members, const std::string& name, int port,
                                  std::chrono::milliseconds limit);
   [[noreturn]] void lose(int peer);
-  [[noreturn]] void time_out(std::chrono::milliseconds limit);
+  [[noreturn]] void time_out(std::chrono::milliseconds limit, Deadline asked);
   [[noreturn]] void throw_broken();
   void throw_if_broken() {
     if (broken_.load(std::memory_order_acquire)) throw_broken();
@@ -88,6 +90,7 @@ class SocketEndpoint final : public TcpEndpoint {
 
   std::vector<int> active_;  // peers with messages left in the exchange
   std::vector<pollfd> polled_;
+  Deadline last_said_{};  // that this rank waits
 
   std::mutex failure_mutex_;
   std::atomic<bool> broken_{false};

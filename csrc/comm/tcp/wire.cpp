@@ -64,7 +64,8 @@ std::optional<ControlFrame> take_control_frame(std::string& buffer, bool& malfor
   const std::string_view view(buffer);
   const auto byte = [&](size_t i) { return static_cast<uint8_t>(view[i]); };
   const size_t length = byte(2) + size_t{256} * byte(3);
-  malformed = byte(0) < static_cast<uint8_t>(News::kFailure) || byte(0) > static_cast<uint8_t>(News::kLeft) ||
+  malformed = byte(0) < static_cast<uint8_t>(News::kFailure) ||
+              byte(0) > static_cast<uint8_t>(News::kWaits) ||
               byte(1) > static_cast<uint8_t>(FailureKind::kMismatch) || length > kMaxTextBytes;
   if (malformed || buffer.size() < kControlHeadBytes + length) return std::nullopt;
   const std::string_view text = view.substr(kControlHeadBytes, length);

@@ -11,8 +11,8 @@
 
 // What goes over the wire between two ranks. Integers are little-endian. Each pair has two connections,
 // dialled by the higher rank: `data` carries the messages and can be full for as long as a peer
-// computes; `control` carries at most two short frames, so that a failure always gets through, and
-// shows whether the peer's host still answers.
+// computes; `control` carries a few short frames, so that a failure always gets through, and shows
+// whether the peer's host still answers.
 //
 // After the handshake (net/handshake.h), whose claim says who calls whom and whose context is the name
 // of the group:
@@ -55,7 +55,7 @@ constexpr int64_t wire_bytes(int64_t num_bytes) {
 
 inline constexpr size_t kControlHeadBytes = 8;
 inline constexpr size_t kMaxTextBytes = 2048;
-enum class News : uint8_t { kFailure = 1, kLeft = 2 };
+enum class News : uint8_t { kFailure = 1, kLeft = 2, kWaits = 3 };  // text of kWaits: u32 ranks, for whom
 struct ControlFrame {
   News what = News::kLeft;
   FailureKind kind = FailureKind::kNone;  // of a failure

@@ -179,16 +179,51 @@ TEST(TcpFault, FailReachesARankInsideAnExchangeAndAllOthers) {
   }
 }
 
+// Alive, but in no exchange for more than a moment; until it is told of a failure.
+[[noreturn]] void stay_away(Endpoint& endpoint) {
+  while (true) {
+    std::this_thread::sleep_for(milliseconds(20));
+    endpoint.exchange({}, kLimit);
+  }
+}
+
 TEST(TcpFault, ATimeoutNamesThePeersAndTheMissingBytes) {
   const auto results = run_endpoints(3, [](TcpEndpoint& endpoint, RankProcesses&) {
-    if (endpoint.rank() == 2) return std::this_thread::sleep_for(seconds(2));
+    if (endpoint.rank() == 2) stay_away(endpoint);
     exchange_with_all(endpoint, 24 << 20, milliseconds(500));
   });
+  const std::string culprit = concat("rank 2 (host ", host_name(), ", pid ", results[2].pid, ")");
   for (const int r : {0, 1})
     expect_outcome(
-        results[static_cast<size_t>(r)].outcome, "Timeout: rank ",
-        {"waited 0.5 s and no byte moved", concat("rank 2 (host ", host_name(), ", pid ", results[2].pid),
-         concat("has not sent ", 24 << 20, " bytes and has not taken ")});
+        results[static_cast<size_t>(r)].outcome, "Timeout: waited 0.5 s for " + culprit + "; ",
+        {"no byte moved on rank ", concat(culprit, " has not sent ", 24 << 20, " bytes and has not taken ")});
+}
+
+// 0 misses 1, 1 misses 2, 2 misses 3, and 3 stays away; 4 is busy elsewhere and waits for nobody.
+// 0 misses 1, 1 misses 2, 2 misses 3, which stays away; 4 is busy and missed by nobody.
+TEST(TcpFault, AChainOfWaitingRanksNamesItsEnd) {
+  const auto results = run_endpoints(5, [](TcpEndpoint& endpoint, RankProcesses&) {
+    Bytes bytes(8);
+    const int rank = endpoint.rank();
+    if (rank >= 3) stay_away(endpoint);
+    std::this_thread::sleep_for(milliseconds(50 * rank));  // the farthest is late first
+    endpoint.exchange(std::vector{receive_from(rank + 1, bytes.data(), 8)}, milliseconds(700));
+  });
+  for (const int r : {0, 1, 2, 3, 4})
+    expect_outcome(
+        results[static_cast<size_t>(r)].outcome, "Timeout: waited 0.7 s for rank 3 (host ",
+        {concat("for ", "rank 3 (host ", host_name(), ", pid ", results[3].pid, "); no byte moved on rank "),
+         "has not sent 8 bytes"});
+}
+
+TEST(TcpFault, ACircleOfWaitingRanksIsSaidToBeOne) {
+  const auto results = run_endpoints(3, [](TcpEndpoint& endpoint, RankProcesses&) {
+    Bytes bytes(8);
+    endpoint.exchange(std::vector{receive_from((endpoint.rank() + 1) % 3, bytes.data(), 8)},
+                      milliseconds(500));
+  });
+  for (const RankResult& result : results)
+    expect_outcome(result.outcome, "Timeout: waited 0.5 s for each other", {"has not sent 8 bytes"});
 }
 
 TEST(TcpFault, AShortStopIsNoFailure) {
@@ -296,8 +331,19 @@ std::vector<RankResult> run_through_proxy(int size, const Proxy::Change& change,
       }
       return value;
     });
+    // The proxy lives in process 0, which has to stay until all have seen what it passed on.
+    const auto stay = [&] {
+      if (store.add("ended", 1) == size) store.set("all ended", "");
+      if (rank == 0) store.get("all ended", seconds(20));
+    };
     const auto endpoint = make_tcp_endpoint(intercepted, rank, size, tcp_options());
-    rank_main(*endpoint, self);
+    try {
+      rank_main(*endpoint, self);
+    } catch (const CommError&) {
+      stay();
+      throw;
+    }
+    stay();
   });
   return ranks.wait(kHung);
 }
@@ -311,7 +357,8 @@ TEST(TcpFault, AFlippedBitIsFoundAndTheLinkNamed) {
   };
   const auto exchange_once = [](TcpEndpoint& endpoint, RankProcesses&) {
     exchange_with_all(endpoint, 1 << 20);
-    exchange_with_all(endpoint, 1 << 20);  // a failure that came late
+    exchange_with_all(endpoint, 1 << 20);
+    exchange_with_all(endpoint, 1);  // rank 0 may have sent all of its part before it failed
   };
   expect_ok(run_through_proxy(3, flip_at(int64_t{1} << 40), exchange_once));
   // In a block, and in the header of the second message.
