@@ -85,8 +85,8 @@ std::unique_ptr<Communicator> make_nccl_communicator(const PolyremeNcclTable& ta
     family->settle(group->comm, *group, call, options.timeout);
   }
   GroupJournal journal(options.journal, options.name, rank, size);
-  return std::make_unique<NcclCommunicator>(std::move(family), std::move(group), options.reduce_mode, nccl_options,
-                                            std::move(journal));
+  return std::make_unique<NcclCommunicator>(std::move(family), std::move(group), options.reduce_mode,
+                                            nccl_options, std::move(journal));
 }
 
 std::unique_ptr<Communicator> make_nccl_communicator(Store& store, int rank, int size, Device& device,

@@ -55,7 +55,10 @@ NcclFamily::NcclFamily(Options options) : options_(std::move(options)), self_(th
 }
 
 NcclFamily::~NcclFamily() {
-  if (fork_guard_.is_inherited()) return watcher_.detach();  // the thread is the parent's
+  if (fork_guard_.is_inherited()) {  // the thread is the parent's
+    watcher_.detach();
+    return;
+  }
   {
     const std::lock_guard lock(stop_mutex_);
     stop_ = true;
