@@ -6,6 +6,7 @@
 
 #include "base/build_info.h"
 #include "comm/conformance.h"
+#include "comm/gpu_check.h"
 #include "comm/memory_store.h"
 #include "comm/nccl/nccl_communicator.h"
 #include "comm/nccl/nccl_loader.h"
@@ -192,6 +193,13 @@ TEST_F(EmulatedNccl, ARankThatDoesNotComeIsATimeout) {
                                         {.timeout = milliseconds(200)});
                }),
                {"1/2 joined, waiting for rank(s) 1"});
+}
+
+TEST_F(EmulatedNccl, BlockingCommunicatorsAreRefused) {
+  setenv("NCCL_COMM_BLOCKING", "1", 1);
+  const auto outcomes = run({.size = 1}, [](Communicator&, Device&) {});
+  unsetenv("NCCL_COMM_BLOCKING");
+  expect_parts(outcomes[0], {"InvalidArgument: NCCL_COMM_BLOCKING is '1'; unset it"});
 }
 
 TEST_F(EmulatedNccl, StreamsOfOtherDevicesAreRefused) {
@@ -385,6 +393,24 @@ INSTANTIATE_TEST_SUITE_P(Calls, EmulatedNcclFailures,
                                            Failure{"cudaLaunchKernel", cudaErrorIllegalAddress,
                                                    "DeviceError"}),
                          [](const auto& place) { return std::string(place.param.function); });
+
+// What scripts/gpu_check.sh runs where there are GPUs.
+TEST(GpuCheck, PassesOnTheEmulatedGpu) {
+  for (const int num_gpus : {1, 2}) {
+    fake_gpu::reset(num_gpus, 5);
+    const gpu_check::Report report = gpu_check::run({.cuda = *polyreme_cuda_table(),
+                                                     .nccl = *polyreme_nccl_table(),
+                                                     .num_gpus = num_gpus,
+                                                     .sizes_bytes = {4096, 65536},
+                                                     .rounds = 2});
+    const std::string json = gpu_check::to_json(report, num_gpus, "the \"emulated\" GPU", "-");
+    EXPECT_TRUE(report.ok()) << json;
+    EXPECT_EQ(report.bandwidths.size(), 4u);
+    expect_parts(json, {"{\"ok\": true, \"num_gpus\": ", "\"cuda\": \"the \\\"emulated\\\" GPU\"",
+                        "\"conformance, ordered\": \"ok\"", "\"mode\": \"ordered\", \"bytes\": 65536"});
+    for (const std::string& violation : fake_gpu::violations()) ADD_FAILURE() << violation;
+  }
+}
 
 TEST(NcclLoader, WithoutTheLibrarySaysNotBuilt) {
   const NcclProbe probe = probe_nccl("/nowhere/libpolyreme_nccl.so");
