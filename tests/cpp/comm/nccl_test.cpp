@@ -74,10 +74,8 @@ class EmulatedNccl : public ::testing::Test {
 class EmulatedNcclSizes : public EmulatedNccl, public ::testing::WithParamInterface<int> {};
 
 TEST_P(EmulatedNcclSizes, Conforms) {
-  for (const int64_t staging_bytes : {int64_t{4096}, int64_t{64} << 20})
-    EXPECT_EQ(
-        run({.size = GetParam(), .nccl = {.staging_bytes = staging_bytes}}, conformance::check_everything),
-        all_ok(GetParam()));
+  EXPECT_EQ(run({.size = GetParam(), .nccl = {.staging_bytes = 4096}}, conformance::check_everything),
+            all_ok(GetParam()));
 }
 
 TEST_P(EmulatedNcclSizes, ConformsInTheFastMode) {
@@ -396,20 +394,19 @@ INSTANTIATE_TEST_SUITE_P(Calls, EmulatedNcclFailures,
 
 // What scripts/gpu_check.sh runs where there are GPUs.
 TEST(GpuCheck, PassesOnTheEmulatedGpu) {
-  for (const int num_gpus : {1, 2}) {
-    fake_gpu::reset(num_gpus, 5);
-    const gpu_check::Report report = gpu_check::run({.cuda = *polyreme_cuda_table(),
-                                                     .nccl = *polyreme_nccl_table(),
-                                                     .num_gpus = num_gpus,
-                                                     .sizes_bytes = {4096, 65536},
-                                                     .rounds = 2});
-    const std::string json = gpu_check::to_json(report, num_gpus, "the \"emulated\" GPU", "-");
-    EXPECT_TRUE(report.ok()) << json;
-    EXPECT_EQ(report.bandwidths.size(), 4u);
-    expect_parts(json, {"{\"ok\": true, \"num_gpus\": ", "\"cuda\": \"the \\\"emulated\\\" GPU\"",
-                        "\"conformance, ordered\": \"ok\"", "\"mode\": \"ordered\", \"bytes\": 65536"});
-    for (const std::string& violation : fake_gpu::violations()) ADD_FAILURE() << violation;
-  }
+  constexpr int kNumGpus = 2;
+  fake_gpu::reset(kNumGpus, 5);
+  const gpu_check::Report report = gpu_check::run({.cuda = *polyreme_cuda_table(),
+                                                   .nccl = *polyreme_nccl_table(),
+                                                   .num_gpus = kNumGpus,
+                                                   .sizes_bytes = {4096, 65536},
+                                                   .rounds = 2});
+  const std::string json = gpu_check::to_json(report, kNumGpus, "the \"emulated\" GPU", "-");
+  EXPECT_TRUE(report.ok()) << json;
+  EXPECT_EQ(report.bandwidths.size(), 4u);
+  expect_parts(json, {"{\"ok\": true, \"num_gpus\": ", "\"cuda\": \"the \\\"emulated\\\" GPU\"",
+                      "\"conformance, ordered\": \"ok\"", "\"mode\": \"ordered\", \"bytes\": 65536"});
+  for (const std::string& violation : fake_gpu::violations()) ADD_FAILURE() << violation;
 }
 
 TEST(NcclLoader, WithoutTheLibrarySaysNotBuilt) {
