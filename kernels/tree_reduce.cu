@@ -68,7 +68,8 @@ __device__ T combine(T a, T b) {
 
 // Term by term, as a binary counter: subtree[k] holds the open subtree of 2^k terms while bit k of the
 // number of terms seen is set. What stays open at the end is joined from the right, which is the tree of
-// tree_order for any number of terms. The loops over levels are unrolled: indices into registers are constants.
+// tree_order for any number of terms. The loops over levels are unrolled: indices into registers are
+// constants.
 template <typename T, Reduce kReduce>
 __global__ void tree_kernel(PolyremeTreeReduce reduction) {
   using A = typename Arithmetic<T>::Accumulator;
@@ -77,12 +78,14 @@ __global__ void tree_kernel(PolyremeTreeReduce reduction) {
   const auto* own_term = static_cast<const T*>(reduction.own_term);
   auto* out = static_cast<T*>(reduction.out);
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < reduction.count; i += stride) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < reduction.count;
+       i += stride) {
     A subtree[kLevels] = {};
     for (int t = 0; t < reduction.num_terms; ++t) {
-      const T* term = t == reduction.own ? own_term
-                                         : reinterpret_cast<const T*>(terms + static_cast<uint64_t>(t) *
-                                                                                  reduction.stride_bytes);
+      const T* term =
+          t == reduction.own
+              ? own_term
+              : reinterpret_cast<const T*>(terms + static_cast<uint64_t>(t) * reduction.stride_bytes);
       A value = Arithmetic<T>::load(term[i]);
       bool placed = false;
 #pragma unroll
@@ -110,6 +113,12 @@ __global__ void tree_kernel(PolyremeTreeReduce reduction) {
 
 template <typename T, Reduce kReduce>
 cudaError_t launch_one(const PolyremeTreeReduce& reduction, cudaStream_t stream) {
+  if (reduction.num_terms == 1 && kReduce != Reduce::kAverage) {  // copied as it is
+    const void* term = reduction.own == 0 ? reduction.own_term : reduction.terms;
+    const size_t bytes = static_cast<size_t>(reduction.count) * sizeof(T);
+    if (term == reduction.out) return cudaSuccess;
+    return cudaMemcpyAsync(reduction.out, term, bytes, cudaMemcpyDeviceToDevice, stream);
+  }
   const int64_t wanted = (reduction.count + kThreads - 1) / kThreads;
   const auto blocks = static_cast<unsigned>(wanted < kMaxBlocks ? wanted : kMaxBlocks);
   void (*kernel)(PolyremeTreeReduce) = &tree_kernel<T, kReduce>;
@@ -147,14 +156,6 @@ cudaError_t launch_bool(Reduce reduce, const PolyremeTreeReduce& reduction, cuda
   }
 }
 
-// One term is copied as it is.
-cudaError_t copy_term(const PolyremeTreeReduce& reduction, cudaStream_t stream) {
-  const void* term = reduction.own == 0 ? reduction.own_term : reduction.terms;
-  const auto bytes = static_cast<size_t>(reduction.count) * dtype_size(static_cast<DType>(reduction.dtype));
-  if (term == reduction.out) return cudaSuccess;
-  return cudaMemcpyAsync(reduction.out, term, bytes, cudaMemcpyDeviceToDevice, stream);
-}
-
 }  // namespace
 
 cudaError_t launch_tree_reduce(const PolyremeTreeReduce& reduction, cudaStream_t stream) {
@@ -162,7 +163,6 @@ cudaError_t launch_tree_reduce(const PolyremeTreeReduce& reduction, cudaStream_t
     return cudaErrorInvalidValue;
   if (reduction.count == 0) return cudaSuccess;
   const auto reduce = static_cast<Reduce>(reduction.reduce);
-  if (reduction.num_terms == 1 && reduce != Reduce::kAverage) return copy_term(reduction, stream);
   switch (static_cast<DType>(reduction.dtype)) {
     case DType::kF32:
       return launch_typed<float>(reduce, reduction, stream);

@@ -15,7 +15,8 @@ inline constexpr int kMaxTreeTerms = 4096;
 // bfloat16 are reduced in float32 and rounded once; integers wrap around; of two zeros of different sign, max
 // and min take the later term; a NaN is passed on, its payload may differ from the CPU's. bool: sum and max
 // are "any", product and min "all". `out` may be one of the terms.
-// cudaErrorInvalidValue for anything else: an average of integers or bool, no terms, or more than kMaxTreeTerms.
+// cudaErrorInvalidValue for anything else: an average of integers or bool, no terms, or more than
+// kMaxTreeTerms.
 cudaError_t launch_tree_reduce(const PolyremeTreeReduce& reduction, cudaStream_t stream);
 
 }  // namespace polyreme::kernels

@@ -2,6 +2,7 @@
 
 #include "base/build_info.h"
 #include "bindings/bindings.h"
+#include "comm/nccl/nccl_loader.h"
 #include "device/cpu/isa.h"
 #include "device/cuda_loader.h"
 
@@ -35,12 +36,19 @@ py::dict cuda_dict() {
                   "driver_version"_a = probe.driver_version, "devices"_a = devices);
 }
 
+py::dict nccl_dict() {
+  const NcclProbe probe = probe_nccl();
+  return py::dict("built"_a = probe.built, "loaded"_a = probe.loaded, "library"_a = probe.library,
+                  "message"_a = probe.message, "version"_a = probe.version);
+}
+
 }  // namespace
 
 void bind_system(py::module_& m) {
   m.attr("__version__") = build_info().version;
   m.def("build_info", &build_info_dict);
   m.def("probe_cuda", &cuda_dict);
+  m.def("probe_nccl", &nccl_dict);
   m.def("supported_isas", [] {
     std::vector<std::string> names;
     for (const Isa isa : supported_isas()) names.emplace_back(isa_name(isa));

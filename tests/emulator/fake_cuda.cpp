@@ -45,7 +45,7 @@ struct State {
   std::map<std::string, std::pair<int, int>> failures;  // calls left, code
   std::set<int> frozen;
   char* arena = nullptr;
-  size_t used = 0;  // pages are not used twice, so that a use after free faults or finds NaN
+  size_t used = 0;
   std::map<void*, size_t> blocks;
   uint64_t in_use = 0;
   int open = 0;  // MemoryAccess objects
@@ -267,9 +267,16 @@ cudaError_t cudaFree(void* address) {
   const auto it = state().blocks.find(address);
   if (it == state().blocks.end()) return give(cudaErrorInvalidValue);
   state().in_use -= it->second;
-  const MemoryAccess access;
-  std::memset(address, 0xff, it->second);
+  {
+    const MemoryAccess access;
+    std::memset(address, 0xff, it->second);
+  }
   state().blocks.erase(it);
+  // The end of what is used: each access opens and closes all of it.
+  const auto last = state().blocks.rbegin();
+  state().used = last == state().blocks.rend()
+                     ? 0
+                     : static_cast<size_t>(static_cast<char*>(last->first) - state().arena) + last->second;
   return cudaSuccess;
 }
 cudaError_t cudaMallocHost(void** address, size_t size_bytes) {

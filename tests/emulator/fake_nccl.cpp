@@ -1,6 +1,8 @@
 // An NCCL over the streams of fake_cuda.cpp. Communicators are non-blocking ones; calls answer "in progress"
 // at random, and a call that comes before the answer is "success" is refused, as NCCL does. Calls that do not
 // fit each other hang.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <nccl.h>
 
 #include <algorithm>
@@ -142,26 +144,51 @@ T combine(ncclRedOp_t op, T a, T b) {
   }
 }
 
-// From the last rank to the first: not the tree's order.
+float load(__half x) { return __half2float(x); }
+float load(__nv_bfloat16 x) { return __bfloat162float(x); }
 template <typename T>
-void reduce_typed(const std::vector<std::shared_ptr<Op>>& ops, size_t begin, size_t count,
-                  std::vector<T>& result) {
-  for (size_t i = 0; i < count; ++i) {
-    T sum = static_cast<const T*>(ops.back()->input)[begin + i];
-    for (size_t r = ops.size() - 1; r-- > 0;)
-      sum = combine(ops[0]->reduce, sum, static_cast<const T*>(ops[r]->input)[begin + i]);
-    if (ops[0]->reduce == ncclAvg) sum = static_cast<T>(sum / static_cast<T>(ops.size()));
-    result.push_back(sum);
-  }
+T load(T x) {
+  return x;
 }
 
+// From the last rank to the first, rounded at each step: not as the tree does.
 template <typename T>
 void run_reduction(const std::vector<std::shared_ptr<Op>>& ops) {
   const bool scatter = ops[0]->kind == Kind::kReduceScatter;
   std::vector<T> result;
-  reduce_typed<T>(ops, 0, ops[0]->count * (scatter ? ops.size() : 1), result);
+  for (size_t i = 0; i < ops[0]->count * (scatter ? ops.size() : 1); ++i) {
+    auto sum = load(static_cast<const T*>(ops.back()->input)[i]);
+    using A = decltype(sum);
+    for (size_t r = ops.size() - 1; r-- > 0;)
+      sum = load(static_cast<T>(combine(ops[0]->reduce, sum, load(static_cast<const T*>(ops[r]->input)[i]))));
+    if (ops[0]->reduce == ncclAvg) sum = sum / static_cast<A>(ops.size());
+    result.push_back(static_cast<T>(sum));
+  }
   for (size_t r = 0; r < ops.size(); ++r)
     std::memcpy(ops[r]->output, result.data() + (scatter ? r * ops[r]->count : 0), ops[r]->count * sizeof(T));
+}
+
+void run_reduction_of(ncclDataType_t dtype, const std::vector<std::shared_ptr<Op>>& ops) {
+  switch (dtype) {
+    case ncclFloat32:
+      return run_reduction<float>(ops);
+    case ncclFloat64:
+      return run_reduction<double>(ops);
+    case ncclFloat16:
+      return run_reduction<__half>(ops);
+    case ncclBfloat16:
+      return run_reduction<__nv_bfloat16>(ops);
+    case ncclInt32:
+      return run_reduction<int32_t>(ops);
+    case ncclInt64:
+      return run_reduction<int64_t>(ops);
+    case ncclInt8:
+      return run_reduction<int8_t>(ops);
+    case ncclUint8:
+      return run_reduction<uint8_t>(ops);
+    default:
+      violation("a reduction of a dtype that NCCL does not have");
+  }
 }
 
 void run_collective(const std::vector<std::shared_ptr<Op>>& ops) {
@@ -174,18 +201,8 @@ void run_collective(const std::vector<std::shared_ptr<Op>>& ops) {
     for (const auto& to : ops)
       for (size_t r = 0; r < ops.size(); ++r)
         std::memmove(static_cast<char*>(to->output) + r * bytes, ops[r]->input, bytes);
-  } else if (first.dtype == ncclFloat32) {
-    run_reduction<float>(ops);
-  } else if (first.dtype == ncclFloat64) {
-    run_reduction<double>(ops);
-  } else if (first.dtype == ncclInt32) {
-    run_reduction<int32_t>(ops);
-  } else if (first.dtype == ncclInt64) {
-    run_reduction<int64_t>(ops);
-  } else if (first.dtype == ncclUint8) {
-    run_reduction<uint8_t>(ops);
   } else {
-    violation("a reduction that the emulator does not have");
+    run_reduction_of(first.dtype, ops);
   }
 }
 

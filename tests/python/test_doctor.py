@@ -26,6 +26,7 @@ FIELDS = {
     "shared_memory_bytes",
     "build",
     "cuda",
+    "nccl",
     "backends",
     "can_train",
     "promise",
@@ -80,11 +81,17 @@ def test_the_promise_names_what_the_readme_names():
 
 def test_what_is_absent_is_said_with_the_reason():
     report = doctor.examine()
-    for name in ("nccl", "mpi"):
-        build = report["build"]
-        expected = build[f"{name}_version"] or build[f"{name}_absent"]
-        assert expected
-        assert expected in report["backends"][name]["text"]
+    build = report["build"]
+    expected = build["mpi_version"] or build["mpi_absent"]
+    assert expected
+    assert expected in report["backends"]["mpi"]["text"]
+    text = report["backends"]["nccl"]["text"]
+    assert report["nccl"]["message"] in text
+    if report["nccl"]["loaded"]:
+        assert text.startswith(f"NCCL {build['nccl_version']}")
+    else:
+        assert "build polyreme again" in text or "could not be loaded" in text
+    assert not report["backends"]["nccl"]["usable"]
     assert not report["backends"]["cuda"]["usable"]
 
 

@@ -75,7 +75,7 @@ std::unique_ptr<Work> NcclCommunicator::issue(CollectiveCall call, const CallMem
           family_->device().description(), "; the stream is of ", stream.device().description());
   CallLedger::Line& line = group_->ledger.of(call.op);
   call.sequence = CallLedger::sequence_of(line.posted) + 1;
-  if (options_.check_calls) compare(call, memory);
+  if (options_.check_calls) talk([&] { compare(call, memory); });
 
   auto pending = std::make_shared<NcclCall>();
   pending->group = group_;
@@ -256,6 +256,14 @@ void NcclCommunicator::compare_exchange(const CollectiveCall& call, const CallMe
 
 // ---- calls of the host -------------------------------------------------------------------------------
 
+void NcclCommunicator::talk(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const PeerLost& lost) {
+    family_->fail_without_store(lost.what());
+  }
+}
+
 void NcclCommunicator::run_on_host(CollectiveOp op, const std::function<void(const CollectiveCall&)>& body) {
   family_->throw_if_failed();
   family_->drain();
@@ -265,7 +273,7 @@ void NcclCommunicator::run_on_host(CollectiveOp op, const std::function<void(con
   const JournalEntry entry = journal_.enqueue(call, 0);
   entry.start();
   try {
-    body(call);
+    talk([&] { body(call); });
   } catch (...) {
     entry.end(true);
     throw;

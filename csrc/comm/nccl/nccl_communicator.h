@@ -63,6 +63,8 @@ class NcclCommunicator final : public Communicator {
                CudaStream& stream);
   // Runs `body` as a call of the host's thread, after all collectives that were issued before.
   void run_on_host(CollectiveOp op, const std::function<void(const CollectiveCall&)>& body);
+  // Runs `body`, which uses the store: a rank that loses it has lost the family.
+  void talk(const std::function<void()>& body);
   // What another rank sets in the store.
   std::string await_key(const std::string& key, const CollectiveCall& call);
   void compare(const CollectiveCall& call, const CallMemory& memory);

@@ -1,3 +1,6 @@
+#include <cstdlib>
+#include <cstring>
+
 #include "base/build_info.h"
 #include "comm/factory.h"
 #include "comm/nccl/nccl_communicator.h"
@@ -63,6 +66,10 @@ std::unique_ptr<Communicator> make_nccl_communicator(const PolyremeNcclTable& ta
           "; expected a rank from 0 to size - 1");
   require(options.timeout.count() > 0 && nccl_options.staging_bytes > 0, "group '", options.name,
           "': timeout and staging_bytes are positive numbers");
+  const char* blocking = std::getenv("NCCL_COMM_BLOCKING");
+  require(blocking == nullptr || std::strcmp(blocking, "0") == 0, "NCCL_COMM_BLOCKING is '",
+          blocking == nullptr ? "" : blocking,
+          "'; unset it: a communicator that blocks cannot be aborted when a rank is lost");
   // The n-th group of this name; each rank counts for itself, so a key is never used twice.
   const std::string prefix = concat("nccl/", options.name, "/");
   const std::string base = concat(prefix, store.add(concat(prefix, "rank", rank), 1));
@@ -85,8 +92,8 @@ std::unique_ptr<Communicator> make_nccl_communicator(const PolyremeNcclTable& ta
     family->settle(group->comm, *group, call, options.timeout);
   }
   GroupJournal journal(options.journal, options.name, rank, size);
-  return std::make_unique<NcclCommunicator>(std::move(family), std::move(group), options.reduce_mode, nccl_options,
-                                            std::move(journal));
+  return std::make_unique<NcclCommunicator>(std::move(family), std::move(group), options.reduce_mode,
+                                            nccl_options, std::move(journal));
 }
 
 std::unique_ptr<Communicator> make_nccl_communicator(Store& store, int rank, int size, Device& device,

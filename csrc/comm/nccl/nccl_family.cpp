@@ -155,6 +155,20 @@ void NcclFamily::accept(FailureKind kind, const std::string& text) {
   failed_ = true;
 }
 
+// Without effect on a family that is broken already.
+void NcclFamily::accept_lost_store(const std::string& lost) {
+  const RankRecord& host = options_.records.front();
+  accept(FailureKind::kPeerLost, concat("the store of the job is gone, which rank 0 (host ", host.host,
+                                        ", pid ", host.pid, ") serves: ", lost));
+}
+
+void NcclFamily::fail_without_store(const std::string& lost) {
+  accept_lost_store(lost);
+  abort_all();
+  throw_if_failed();
+  throw PeerLost(lost);  // not reached: the failure was accepted
+}
+
 // Afterwards the kernels of the aborted communicators end, and their streams go on. NCCL may block here; the
 // launcher's limit on a rank that does not end stands behind it.
 void NcclFamily::abort_all() {
@@ -299,7 +313,8 @@ void NcclFamily::watch() {
       look_after_oldest();
       look_for_errors();
       end_retired();
-    } catch (const CommError&) {  // the family is broken now, and its callers will be told
+    } catch (const CommError& failure) {  // broke the family, whose callers will be told; or is of the store
+      accept_lost_store(failure.what());
     } catch (const std::exception& failure) {
       break_all(FailureKind::kPeerLost, failure.what());
     }
@@ -317,8 +332,7 @@ void NcclFamily::look() {
   try {
     look_for_alarm();
   } catch (const Error& lost) {
-    accept(FailureKind::kPeerLost, concat("the store of the job is gone, which ",
-                                          options_.records.front().host, " (rank 0) serves: ", lost.what()));
+    accept_lost_store(lost.what());
   }
 }
 

@@ -103,7 +103,9 @@ class NcclFamily {
   // names the ranks that did not call `call`.
   [[noreturn]] void fail(FailureKind kind, const std::string& text, const NcclGroup* group = nullptr,
                          const CollectiveCall* call = nullptr);
-  // The same without throwing. Any thread.
+  // Throws what broke the family; if nothing did, the store is gone, and `lost` says why.
+  [[noreturn]] void fail_without_store(const std::string& lost);
+  // As fail, without throwing. Any thread.
   void break_all(FailureKind kind, const std::string& text) noexcept;
 
   // The next five are for whoever is Issuing. A group is added before its communicator is made, so that a
@@ -145,6 +147,7 @@ class NcclFamily {
   std::string last_call(const std::string& group_base) const;
   std::string absent_ranks(const NcclGroup& group, const CollectiveCall& call);
   void accept(FailureKind kind, const std::string& text);
+  void accept_lost_store(const std::string& lost);
   void abort_all();
   bool is_issuing() const { return issuer_.load() == std::this_thread::get_id(); }
 

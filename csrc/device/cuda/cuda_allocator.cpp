@@ -23,7 +23,10 @@ class CudaBuffer final : public Buffer {
  public:
   CudaBuffer(std::shared_ptr<CudaAllocator> allocator, int index, void* address, size_t size_bytes,
              size_t block_bytes)
-      : Buffer(address, size_bytes), allocator_(std::move(allocator)), index_(index), block_bytes_(block_bytes) {}
+      : Buffer(address, size_bytes),
+        allocator_(std::move(allocator)),
+        index_(index),
+        block_bytes_(block_bytes) {}
   ~CudaBuffer() override { allocator_->release(address(), block_bytes_); }
 
  private:
@@ -69,10 +72,10 @@ std::shared_ptr<Buffer> CudaAllocator::allocate(size_t size_bytes, const char* l
     drop_cache();
     status = table_.allocate(block_bytes, &address);
   }
-  require<OutOfMemory>(status.code == 0, "out of memory on cuda:", index_, ": ", size_bytes, " bytes for '", label,
-                       "' with ", stats_.in_use_bytes, " bytes in use (peak ", stats_.peak_bytes,
-                       "); use a smaller micro-batch, recompute, or a smaller model [cudaMalloc: ", status.text,
-                       "]");
+  require<OutOfMemory>(
+      status.code == 0, "out of memory on cuda:", index_, ": ", size_bytes, " bytes for '", label, "' with ",
+      stats_.in_use_bytes, " bytes in use (peak ", stats_.peak_bytes,
+      "); use a smaller micro-batch, recompute, or a smaller model [cudaMalloc: ", status.text, "]");
   stats_.reserved_bytes += static_cast<int64_t>(block_bytes);
   return hand_out(address, size_bytes, block_bytes);
 }

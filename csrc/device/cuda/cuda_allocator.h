@@ -11,8 +11,8 @@ struct PolyremeCudaTable;
 namespace polyreme {
 
 // Memory of one GPU. Freed blocks are kept and reused, since cudaMalloc and cudaFree wait for the device. A
-// block is free when no operation that touches it is in flight: streams own the buffers of theirs. Any thread;
-// buffers keep it alive.
+// block is free when no operation that touches it is in flight: streams own the buffers of theirs. Any
+// thread; buffers keep it alive.
 class CudaAllocator : public std::enable_shared_from_this<CudaAllocator> {
  public:
   CudaAllocator(const PolyremeCudaTable& table, int index) : table_(table), index_(index) {}

@@ -70,8 +70,8 @@ std::shared_ptr<void> allocate_pinned(CudaDevice& device, size_t size_bytes);
 // Copies in `stream`, from `begin_byte` of the buffer on. The host's bytes must stay as they are until the
 // stream has passed; only with pinned memory the call returns before. Throw InvalidArgument for bytes outside
 // of the buffer.
-void copy_from_host(const std::shared_ptr<Buffer>& to, int64_t begin_byte, const void* host, int64_t size_bytes,
-                    Stream& stream);
+void copy_from_host(const std::shared_ptr<Buffer>& to, int64_t begin_byte, const void* host,
+                    int64_t size_bytes, Stream& stream);
 void copy_to_host(void* host, const std::shared_ptr<Buffer>& from, int64_t begin_byte, int64_t size_bytes,
                   Stream& stream);
 

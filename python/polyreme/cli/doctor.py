@@ -33,6 +33,7 @@ def examine() -> dict[str, Any]:
     build = _core.build_info()
     isas = _core.supported_isas()
     cuda = _core.probe_cuda()
+    nccl = _core.probe_nccl()
     backends = {
         "cpu": {
             "usable": bool(isas),
@@ -42,11 +43,11 @@ def examine() -> dict[str, Any]:
         },
         "cuda": {
             "usable": False,
-            "text": f"{cuda['message']}; the probe is all there is yet: training on GPUs comes with a later version",
+            "text": f"{cuda['message']}; training on GPUs comes with a later version",
         },
         "shm": {"usable": True, "text": "ranks of one host"},
         "tcp": {"usable": False, "text": "rendezvous only; ranks on several hosts come with a later version"},
-        "nccl": {"usable": False, "text": _found(build, "nccl")},
+        "nccl": {"usable": False, "text": f"{nccl['message']}; not yet seen on a GPU"},
         "mpi": {"usable": False, "text": _found(build, "mpi")},
     }
     return {
@@ -59,6 +60,7 @@ def examine() -> dict[str, Any]:
         "shared_memory_bytes": _free_bytes("/dev/shm"),
         "build": build,
         "cuda": cuda,
+        "nccl": nccl,
         "backends": backends,
         "can_train": bool(isas),
         "promise": PROMISE,

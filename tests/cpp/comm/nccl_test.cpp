@@ -6,6 +6,7 @@
 
 #include "base/build_info.h"
 #include "comm/conformance.h"
+#include "comm/gpu_check.h"
 #include "comm/memory_store.h"
 #include "comm/nccl/nccl_communicator.h"
 #include "comm/nccl/nccl_loader.h"
@@ -73,83 +74,29 @@ class EmulatedNccl : public ::testing::Test {
 class EmulatedNcclSizes : public EmulatedNccl, public ::testing::WithParamInterface<int> {};
 
 TEST_P(EmulatedNcclSizes, Conforms) {
-  for (const int64_t staging_bytes : {int64_t{4096}, int64_t{64} << 20})
-    EXPECT_EQ(
-        run({.size = GetParam(), .nccl = {.staging_bytes = staging_bytes}}, conformance::check_everything),
-        all_ok(GetParam()));
+  EXPECT_EQ(run({.size = GetParam(), .nccl = {.staging_bytes = 4096}}, conformance::check_everything),
+            all_ok(GetParam()));
+}
+
+TEST_P(EmulatedNcclSizes, ConformsInTheFastMode) {
+  EXPECT_EQ(run({.size = GetParam(), .mode = ReduceMode::kFast}, conformance::check_everything_fast),
+            all_ok(GetParam()));
 }
 
 TEST_P(EmulatedNcclSizes, ConformsWithComparedCalls) {
   EXPECT_EQ(run({.size = GetParam(), .nccl = {.check_calls = true}},
                 [](Communicator& comm, Device& device) {
                   const auto stream = device.create_stream("test");
-                  conformance::check_reductions<float>(comm, device, *stream, 257, ReduceOp::kSum, 1);
-                  conformance::check_copies<uint8_t>(comm, device, *stream, DType::kU8, 257, 7);
+                  const conformance::Place place{comm, device, *stream};
+                  conformance::check_all_reductions(place, DType::kBF16, conformance::Draw::kMixed);
+                  conformance::check_all_copies(place, DType::kI64);
                 }),
             all_ok(GetParam()));
 }
 
-TEST_P(EmulatedNcclSizes, FastIsExactForIntegers) {
-  EXPECT_EQ(run({.size = GetParam(), .mode = ReduceMode::kFast},
-                [](Communicator& comm, Device& device) {
-                  const auto stream = device.create_stream("test");
-                  conformance::check_all_reductions<int32_t>(comm, device, *stream, conformance::kCounts);
-                  conformance::check_all_reductions<int64_t>(comm, device, *stream, conformance::kCounts);
-                }),
+TEST_P(EmulatedNcclSizes, ConformsWithLargeMessages) {
+  EXPECT_EQ(run({.size = GetParam(), .nccl = {.staging_bytes = 1 << 16}}, conformance::check_large),
             all_ok(GetParam()));
-}
-
-TEST_P(EmulatedNcclSizes, UnevenGathersAllToAllsAndExchanges) {
-  EXPECT_EQ(
-      run({.size = GetParam()},
-          [](Communicator& comm, Device& device) {
-            const int rank = comm.rank(), size = comm.size();
-            const auto stream = device.create_stream("test");
-            // Rank r contributes r * 3 elements of value r.
-            std::vector<int64_t> counts;
-            std::vector<int32_t> gathered;
-            for (int r = 0; r < size; ++r) {
-              counts.push_back(r * 3);
-              gathered.insert(gathered.end(), static_cast<size_t>(r * 3), r);
-            }
-            const Tensor own =
-                conformance::to_device(device, std::vector<int32_t>(static_cast<size_t>(rank * 3), rank));
-            const Tensor all = conformance::to_device(device, std::vector<int32_t>(gathered.size(), -1));
-            comm.all_gather(own, all, *stream, counts)->wait();
-            conformance::expect_bits(conformance::to_host<int32_t>(all), gathered, "uneven all_gather");
-
-            // Rank r sends r + to elements of value 10 r + to.
-            std::vector<int64_t> send_counts, receive_counts;
-            std::vector<int32_t> sent, wanted;
-            for (int r = 0; r < size; ++r) {
-              send_counts.push_back(rank + r);
-              receive_counts.push_back(rank + r);
-              sent.insert(sent.end(), static_cast<size_t>(rank + r), 10 * rank + r);
-              wanted.insert(wanted.end(), static_cast<size_t>(rank + r), 10 * r + rank);
-            }
-            const Tensor output = conformance::to_device(device, std::vector<int32_t>(wanted.size(), -1));
-            comm.all_to_all(conformance::to_device(device, sent), output, *stream, send_counts,
-                            receive_counts)
-                ->wait();
-            conformance::expect_bits(conformance::to_host<int32_t>(output), wanted, "uneven all_to_all");
-
-            // A ring, two tensors at once.
-            if (size == 1) return;
-            const int next = (rank + 1) % size, before = (rank + size - 1) % size;
-            const Tensor first = conformance::to_device(device, std::vector<int32_t>{rank});
-            const Tensor second = conformance::to_device(device, std::vector<int64_t>{-rank, rank});
-            const Tensor got_first = conformance::to_device(device, std::vector<int32_t>(1));
-            const Tensor got_second = conformance::to_device(device, std::vector<int64_t>(2));
-            using Kind = Transfer::Kind;
-            const std::vector<Transfer> transfers = {{Kind::kSend, first, next},
-                                                     {Kind::kReceive, got_first, before},
-                                                     {Kind::kSend, second, next},
-                                                     {Kind::kReceive, got_second, before}};
-            comm.exchange(transfers, *stream)->wait();
-            conformance::expect_bits(conformance::to_host<int32_t>(got_first), {before}, "first");
-            conformance::expect_bits(conformance::to_host<int64_t>(got_second), {-before, before}, "second");
-          }),
-      all_ok(GetParam()));
 }
 
 TEST_P(EmulatedNcclSizes, StreamsAndSubgroups) {
@@ -244,6 +191,13 @@ TEST_F(EmulatedNccl, ARankThatDoesNotComeIsATimeout) {
                                         {.timeout = milliseconds(200)});
                }),
                {"1/2 joined, waiting for rank(s) 1"});
+}
+
+TEST_F(EmulatedNccl, BlockingCommunicatorsAreRefused) {
+  setenv("NCCL_COMM_BLOCKING", "1", 1);
+  const auto outcomes = run({.size = 1}, [](Communicator&, Device&) {});
+  unsetenv("NCCL_COMM_BLOCKING");
+  expect_parts(outcomes[0], {"InvalidArgument: NCCL_COMM_BLOCKING is '1'; unset it"});
 }
 
 TEST_F(EmulatedNccl, StreamsOfOtherDevicesAreRefused) {
@@ -437,6 +391,23 @@ INSTANTIATE_TEST_SUITE_P(Calls, EmulatedNcclFailures,
                                            Failure{"cudaLaunchKernel", cudaErrorIllegalAddress,
                                                    "DeviceError"}),
                          [](const auto& place) { return std::string(place.param.function); });
+
+// What scripts/gpu_check.sh runs where there are GPUs.
+TEST(GpuCheck, PassesOnTheEmulatedGpu) {
+  constexpr int kNumGpus = 2;
+  fake_gpu::reset(kNumGpus, 5);
+  const gpu_check::Report report = gpu_check::run({.cuda = *polyreme_cuda_table(),
+                                                   .nccl = *polyreme_nccl_table(),
+                                                   .num_gpus = kNumGpus,
+                                                   .sizes_bytes = {4096, 65536},
+                                                   .rounds = 2});
+  const std::string json = gpu_check::to_json(report, kNumGpus, "the \"emulated\" GPU", "-");
+  EXPECT_TRUE(report.ok()) << json;
+  EXPECT_EQ(report.bandwidths.size(), 4u);
+  expect_parts(json, {"{\"ok\": true, \"num_gpus\": ", "\"cuda\": \"the \\\"emulated\\\" GPU\"",
+                      "\"conformance, ordered\": \"ok\"", "\"mode\": \"ordered\", \"bytes\": 65536"});
+  for (const std::string& violation : fake_gpu::violations()) ADD_FAILURE() << violation;
+}
 
 TEST(NcclLoader, WithoutTheLibrarySaysNotBuilt) {
   const NcclProbe probe = probe_nccl("/nowhere/libpolyreme_nccl.so");
