@@ -70,6 +70,13 @@ class Communicator {
   virtual int size() const = 0;
   virtual const std::string& name() const = 0;
 
+  // Uninitialised memory of `device`, as `empty` gives it, for tensors that are often in this group's
+  // collectives: where the ranks share memory, they read it of each other in place (large messages move twice
+  // as fast), provided that all ranks pass such memory. Counts in Device::memory(). Not collective; every
+  // kind of memory gives the same bits.
+  virtual Tensor allocate(Device& device, DType dtype, const Shape& shape, const char* label) {
+    return empty(device, dtype, shape, label);
+  }
   // In place over contiguous `data` of any dtype. A zero count is allowed.
   virtual std::unique_ptr<Work> all_reduce(const Tensor& data, ReduceOp op, Stream& stream) = 0;
   // input: size()*n elements; output: the n elements of this rank's slice, reduced. `output` may be

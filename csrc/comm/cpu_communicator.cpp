@@ -176,6 +176,21 @@ std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory mem
   return std::make_unique<CpuWork>(transport_, pending, std::move(done), stream);
 }
 
+Tensor CpuCommunicator::allocate(Device& device, DType dtype, const Shape& shape, const char* label) {
+  const size_t size_bytes = static_cast<size_t>(shape.numel()) * dtype_size(dtype);
+  std::shared_ptr<void> memory =
+      device.kind() == DeviceKind::kCpu ? transport_->allocate(size_bytes) : nullptr;
+  if (!memory) return empty(device, dtype, shape, label);
+  void* address = memory.get();
+  const auto bytes = static_cast<int64_t>(size_bytes);
+  device.count_host_memory(bytes);
+  std::shared_ptr<void> counted(address, [&device, bytes, kept = std::move(memory)](void*) mutable {
+    device.count_host_memory(-bytes);
+    kept.reset();
+  });
+  return Tensor(device.wrap_host(address, size_bytes, std::move(counted)), dtype, shape);
+}
+
 std::unique_ptr<Work> CpuCommunicator::all_reduce(const Tensor& data, ReduceOp op, Stream& stream) {
   const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_all_reduce(data, op);

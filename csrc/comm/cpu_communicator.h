@@ -55,6 +55,7 @@ class CpuCommunicator final : public Communicator {
   int rank() const override { return transport_->rank(); }
   int size() const override { return transport_->size(); }
   const std::string& name() const override { return transport_->name(); }
+  Tensor allocate(Device& device, DType dtype, const Shape& shape, const char* label) override;
   std::unique_ptr<Work> all_reduce(const Tensor& data, ReduceOp op, Stream& stream) override;
   std::unique_ptr<Work> reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op,
                                        Stream& stream) override;

@@ -16,9 +16,11 @@ void check_options(int size, const CommOptions& options) {
 }
 
 std::shared_ptr<SharedGroup> make_group(std::shared_ptr<SharedMemory> memory, int rank, int size,
-                                        const CommOptions& options) {
-  return std::make_shared<SharedGroup>(std::move(memory), rank, size, options.chunk_bytes,
-                                       SharedGroup::Options{options.name, options.timeout});
+                                        const CommOptions& options,
+                                        std::shared_ptr<const PeerMemory> peers = nullptr) {
+  return std::make_shared<SharedGroup>(
+      std::move(memory), rank, size, options.chunk_bytes,
+      SharedGroup::Options{options.name, options.timeout, false, std::move(peers)});
 }
 
 std::shared_ptr<SharedMemory> create_segment(SharedMemorySource& source, int size, const CommOptions& options,
@@ -139,7 +141,7 @@ std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, co
   for (int r = 0; r < size; ++r) SharedGroup::introduce(*memory, r, this_rank());
   std::vector<std::unique_ptr<Communicator>> communicators;
   for (int r = 0; r < size; ++r) {
-    std::shared_ptr<SharedGroup> group = make_group(memory, r, size, options);
+    std::shared_ptr<SharedGroup> group = make_group(memory, r, size, options, make_thread_memory());
     group->choose_waiting();
     communicators.push_back(std::make_unique<CpuCommunicator>(
         std::make_unique<SharedTransport>(std::move(group), source, options.chunk_bytes),

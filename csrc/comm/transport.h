@@ -74,6 +74,9 @@ class Transport {
   virtual std::unique_ptr<Transport> split(const CollectiveCall& call, int color, int key,
                                            const std::string& name) = 0;
 
+  // Memory that the ranks read of each other in place, aligned to 64 bytes; null if there is none.
+  virtual std::shared_ptr<void> allocate(size_t) { return nullptr; }
+
   // Throws the failure that broke the group, if any.
   virtual void throw_if_failed() const = 0;
   // Breaks the group for all ranks that can be reached, unless it is broken already.

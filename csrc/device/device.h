@@ -99,6 +99,8 @@ class Device {
   // Memory of the host that somebody else owns as a buffer of this device; it lives as long as `owner`.
   // Throws NotAvailable where operations cannot use such memory.
   virtual std::shared_ptr<Buffer> wrap_host(void* address, size_t size_bytes, std::shared_ptr<void> owner);
+  // Counts in memory() what was taken elsewhere for this device, and given back (negative).
+  virtual void count_host_memory(int64_t) {}
   // `name` (a string literal) is named in errors about ordering.
   virtual std::unique_ptr<Stream> create_stream(const char* name, StreamKind kind = StreamKind::kCompute) = 0;
   virtual std::unique_ptr<Event> create_event() = 0;

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
-#include "base/math.h"
+#include "comm/shared_memory/direct.h"
+#include "comm/shared_memory/slices.h"
 #include "comm/tree.h"
 
 namespace polyreme {
@@ -15,18 +17,6 @@ constexpr int64_t kOneShotBytes = 32 << 10;
 
 void copy_bytes(void* to, const void* from, int64_t bytes) {
   if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
-}
-
-struct Range {
-  int64_t begin = 0;  // in bytes
-  int64_t bytes = 0;
-};
-
-// The part of a chunk of `bytes` bytes that `rank` reduces. Cut at cache lines; may be empty.
-Range slice_of(int64_t bytes, int rank, int size) {
-  const int64_t step = round_up(ceil_div(bytes, size), 64);
-  const int64_t begin = std::min(rank * step, bytes);
-  return {begin, std::min(step, bytes - begin)};
 }
 
 // The blocks of a tensor that has one for each rank, of counts[r] elements, or of call.count without counts.
@@ -49,8 +39,10 @@ int64_t longest_of(const std::vector<Range>& blocks) {
 }
 
 // The opening meeting of an uneven all_to_all. Every rank looks at what all of them send and expect, so that
-// all find the same difference, if any, before one of them writes. Returns the bytes of the largest block.
-int64_t compare_counts(SharedGroup& group, const CollectiveCall& call, const CallMemory& memory) {
+// all find the same difference, if any, before one of them writes. Returns the bytes of the largest block,
+// and the byte at which the block for this rank begins in the input of each rank.
+int64_t compare_counts(SharedGroup& group, const CollectiveCall& call, const CallMemory& memory,
+                       std::vector<int64_t>& offsets) {
   const auto size = static_cast<size_t>(group.size());
   const int slot = group.slot();
   std::vector<const int64_t*> counts;  // by rank: to each rank, then from each rank
@@ -60,8 +52,10 @@ int64_t compare_counts(SharedGroup& group, const CollectiveCall& call, const Cal
   group.meet();
   for (int r = 0; r < group.size(); ++r)
     counts.push_back(size > 1 ? reinterpret_cast<const int64_t*>(group.staging(r, slot)) : mine.data());
+  const auto element = static_cast<int64_t>(dtype_size(call.dtype));
   int64_t longest = 0;
-  for (size_t from = 0; from < size; ++from)
+  for (size_t from = 0; from < size; ++from) {
+    offsets[from] = element * std::accumulate(counts[from], counts[from] + group.rank(), int64_t{0});
     for (size_t to = 0; to < size; ++to) {
       const int64_t sent = counts[from][to], expected = counts[to][size + from];
       if (sent != expected)
@@ -70,7 +64,8 @@ int64_t compare_counts(SharedGroup& group, const CollectiveCall& call, const Cal
             concat("rank ", from, " sends ", sent, " elements to rank ", to, ", which expects ", expected));
       longest = std::max(longest, sent);
     }
-  return longest * static_cast<int64_t>(dtype_size(call.dtype));
+  }
+  return longest * element;
 }
 
 // Reduces `bytes` bytes: this rank's term is `own`, those of the others lie at `offset` in their
@@ -102,6 +97,11 @@ void run_all_reduce(SharedGroup& group, const CollectiveCall& call, void* data) 
   const int64_t chunk = group.chunk_bytes();
   if (size == 1) return group.meet();
   if (total <= chunk && total * size <= kOneShotBytes) return all_reduce_one_shot(group, call, bytes, total);
+
+  if (DirectCall::pays(group, total)) {
+    DirectCall direct(group, data, total);
+    if (direct.everywhere()) return direct.all_reduce(call, bytes, total);
+  }
 
   std::vector<const void*> terms(static_cast<size_t>(size));
   const auto chunk_of = [&](int64_t begin) { return std::min(chunk, total - begin); };
@@ -142,6 +142,10 @@ void run_reduce_scatter(SharedGroup& group, const CollectiveCall& call, const vo
     group.meet();
     return copy_bytes(out, in, total);
   }
+  if (DirectCall::pays(group, total)) {
+    DirectCall direct(group, in, total * size);
+    if (direct.everywhere()) return direct.reduce_scatter(call, out, total);
+  }
   std::vector<const void*> terms(static_cast<size_t>(size));
   const int64_t chunk = group.chunk_bytes() / size;
   for (int64_t begin = 0; begin < total; begin += chunk) {
@@ -166,6 +170,17 @@ void run_all_gather(SharedGroup& group, const CollectiveCall& call, const CallMe
     group.meet();
     return copy_bytes(out + own.begin, in, own.bytes);
   }
+  if (DirectCall::pays(group, longest)) {
+    DirectCall direct(group, in, own.bytes);
+    if (direct.everywhere()) {
+      copy_bytes(out + own.begin, in, own.bytes);
+      for (int i = 1; i < size; ++i) {
+        const Range block = blocks[static_cast<size_t>((rank + i) % size)];
+        direct.read(out + block.begin, (rank + i) % size, 0, block.bytes);
+      }
+      return direct.end();
+    }
+  }
   const int64_t chunk = group.chunk_bytes();
   for (int64_t begin = 0; begin < longest; begin += chunk) {
     const int slot = group.slot();
@@ -185,6 +200,13 @@ void run_broadcast(SharedGroup& group, const CollectiveCall& call, void* data) {
   const int64_t total = call.count * static_cast<int64_t>(dtype_size(call.dtype));
   const bool is_root = group.rank() == call.root;
   if (total == 0 || group.size() == 1) return group.meet();
+  if (DirectCall::pays(group, total)) {
+    DirectCall direct(group, bytes, is_root ? total : 0);
+    if (direct.everywhere()) {
+      if (!is_root) direct.read(bytes, call.root, 0, total);
+      return direct.end();
+    }
+  }
   const int64_t chunk = group.chunk_bytes();
   for (int64_t begin = 0; begin < total; begin += chunk) {
     const int64_t length = std::min(chunk, total - begin);
@@ -202,8 +224,23 @@ void run_all_to_all(SharedGroup& group, const CollectiveCall& call, const CallMe
   const bool uneven = call.counts_hash != 0;
   const std::vector<Range> to = blocks_of(call, memory.send_counts, size);
   const std::vector<Range> from = blocks_of(call, memory.receive_counts, size);
-  const int64_t longest = uneven ? compare_counts(group, call, memory) : to[0].bytes;
+  // Where the block for this rank begins in the input of each rank.
+  std::vector<int64_t> offsets(static_cast<size_t>(size),
+                               rank * call.count * static_cast<int64_t>(dtype_size(call.dtype)));
+  const int64_t longest = uneven ? compare_counts(group, call, memory, offsets) : to[0].bytes;
   if (!uneven && (longest == 0 || size == 1)) group.meet();
+  const auto self = static_cast<size_t>(rank);
+  if (DirectCall::pays(group, longest)) {
+    DirectCall direct(group, in, to.back().begin + to.back().bytes);
+    if (direct.everywhere()) {
+      copy_bytes(out + from[self].begin, in + to[self].begin, to[self].bytes);
+      for (int i = 1; i < size; ++i) {
+        const auto r = static_cast<size_t>((rank + i) % size);
+        direct.read(out + from[r].begin, static_cast<int>(r), offsets[r], from[r].bytes);
+      }
+      return direct.end();
+    }
+  }
   const int64_t piece = group.chunk_bytes() / size;
   for (int64_t begin = 0; begin < longest && size > 1; begin += piece) {
     const int slot = group.slot();
@@ -221,7 +258,6 @@ void run_all_to_all(SharedGroup& group, const CollectiveCall& call, const CallMe
                  std::min(piece, block.bytes - begin));
     }
   }
-  const auto self = static_cast<size_t>(rank);
   copy_bytes(out + from[self].begin, in + to[self].begin, to[self].bytes);
 }
 

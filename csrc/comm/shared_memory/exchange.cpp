@@ -7,6 +7,12 @@
 #include "base/math.h"
 
 namespace polyreme {
+namespace {
+
+// What is copied at once out of the sender's memory: other messages move in between.
+constexpr int64_t kDirectPieceBytes = 1 << 20;
+
+}  // namespace
 
 // The messages of one exchange in one direction of one pair; the first that is not done is in hand.
 class Exchange::Flow {
@@ -51,7 +57,9 @@ class Exchange::Flow {
   bool announce() {
     const CallMemory::Part& part = *parts_[next_];
     const uint64_t number = ++progress_.messages;
-    mine_.record[number % 2] = {part.count, part.dtype};
+    const int64_t num_bytes = part.count * static_cast<int64_t>(dtype_size(part.dtype));
+    const PeerMemory* memory = sends_ && num_bytes > 0 ? group_.peer_memory() : nullptr;
+    mine_.record[number % 2] = {part.count, part.dtype, memory ? memory->publish(part.data, num_bytes) : 0};
     mine_.announced.store(number, std::memory_order_release);
     group_.ring(peer_);
     stage_ = Stage::kCompare;
@@ -70,7 +78,9 @@ class Exchange::Flow {
     num_bytes_ = part.count * static_cast<int64_t>(dtype_size(part.dtype));
     moved_ = drained_ = 0;
     first_piece_ = progress_.pieces;
-    progress_.pieces += static_cast<uint64_t>(ceil_div(num_bytes_, group_.piece_bytes()));
+    handle_ = sends_ ? mine_.record[number % 2].handle : record.handle;
+    piece_bytes_ = handle_ != 0 ? kDirectPieceBytes : group_.piece_bytes();
+    progress_.pieces += static_cast<uint64_t>(ceil_div(num_bytes_, piece_bytes_));
     stage_ = Stage::kMove;
     if (num_bytes_ == 0) end_message();
     return true;
@@ -82,20 +92,20 @@ class Exchange::Flow {
     const bool news = drained != drained_;
     drained_ = drained;
     if (first_piece_ + drained == progress_.pieces) {
-      free_lanes.push_back(std::exchange(lane_, -1));
+      if (lane_ >= 0) free_lanes.push_back(std::exchange(lane_, -1));
       end_message();
       return true;
     }
-    if (moved_ == num_bytes_) return news;
+    if (moved_ == num_bytes_ || handle_ != 0) return news;
     if (lane_ < 0) {
       if (free_lanes.empty()) return false;
       lane_ = free_lanes.back();
       free_lanes.pop_back();
       mine_.lane.store(lane_, std::memory_order_relaxed);
     }
-    const auto piece = static_cast<uint64_t>(moved_ / group_.piece_bytes());
+    const uint64_t piece = moved_pieces();
     if (piece - drained >= kNumSlots) return news;
-    const int64_t length = std::min(group_.piece_bytes(), num_bytes_ - moved_);
+    const int64_t length = std::min(piece_bytes_, num_bytes_ - moved_);
     std::memcpy(group_.lane(group_.rank(), lane_, static_cast<int>(piece % kNumSlots)),
                 static_cast<const char*>(parts_[next_]->data) + moved_, static_cast<size_t>(length));
     moved_ += length;
@@ -104,20 +114,29 @@ class Exchange::Flow {
     return true;
   }
 
-  // The receiver's side: empties a slot that is full.
+  // The receiver's side: empties a slot that is full, or takes a piece out of the sender's memory.
   bool drain() {
-    const auto piece = static_cast<uint64_t>(moved_ / group_.piece_bytes());
-    if (theirs_.pieces.load(std::memory_order_acquire) <= first_piece_ + piece) return false;
-    const int64_t length = std::min(group_.piece_bytes(), num_bytes_ - moved_);
-    const int lane = theirs_.lane.load(std::memory_order_relaxed);
-    std::memcpy(static_cast<char*>(parts_[next_]->data) + moved_,
-                group_.lane(peer_, lane, static_cast<int>(piece % kNumSlots)), static_cast<size_t>(length));
+    const uint64_t piece = moved_pieces();
+    if (handle_ == 0 && theirs_.pieces.load(std::memory_order_acquire) <= first_piece_ + piece) return false;
+    const int64_t length = std::min(piece_bytes_, num_bytes_ - moved_);
+    char* to = static_cast<char*>(parts_[next_]->data) + moved_;
+    if (handle_ != 0) {
+      const SharedGroup::Reading reading(group_);
+      std::memcpy(to, group_.peer_memory()->find(peer_, handle_, num_bytes_) + moved_,
+                  static_cast<size_t>(length));
+    } else {
+      const int lane = theirs_.lane.load(std::memory_order_relaxed);
+      std::memcpy(to, group_.lane(peer_, lane, static_cast<int>(piece % kNumSlots)),
+                  static_cast<size_t>(length));
+    }
     moved_ += length;
     mine_.pieces.store(first_piece_ + piece + 1, std::memory_order_release);
-    group_.ring(peer_);
+    if (handle_ == 0 || moved_ == num_bytes_) group_.ring(peer_);
     if (moved_ == num_bytes_) end_message();
     return true;
   }
+
+  uint64_t moved_pieces() const { return static_cast<uint64_t>(ceil_div(moved_, piece_bytes_)); }
 
   void end_message() {
     ++next_;
@@ -125,7 +144,7 @@ class Exchange::Flow {
   }
 
   [[noreturn]] void mismatch(const CallMemory::Part& part, const Channel::Record& record) {
-    const Channel::Record own{part.count, part.dtype};
+    const Channel::Record own{part.count, part.dtype, 0};
     const Channel::Record& sent = sends_ ? own : record;
     const Channel::Record& wanted = sends_ ? record : own;
     const int from = sends_ ? group_.rank() : peer_, to = sends_ ? peer_ : group_.rank();
@@ -150,6 +169,8 @@ class Exchange::Flow {
   Stage stage_ = Stage::kAnnounce;
   int64_t num_bytes_ = 0;
   int64_t moved_ = 0;
+  int64_t piece_bytes_ = 1;
+  uint64_t handle_ = 0;  // of the sender's memory; 0: the message is staged
   uint64_t first_piece_ = 0;
   uint64_t drained_ = 0;  // pieces that the sender knows to be drained
   int lane_ = -1;

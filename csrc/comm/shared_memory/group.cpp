@@ -324,6 +324,29 @@ void SharedGroup::compare_calls(int slot) {
                  concat("the ranks called different collectives: ", mismatch_text(calls)));
 }
 
+void SharedGroup::publish(const void* address, int64_t bytes) {
+  mine().published[slot()] = {peer_memory()->publish(address, bytes), bytes};
+}
+
+const char* SharedGroup::published(int rank, int slot) const {
+  const RankBlock::Published& memory = block(rank).published[slot];
+  return peer_memory()->find(rank, memory.handle, memory.bytes);
+}
+
+// In this order on both sides: either the reader sees the failure, or the rank that failed sees the reader.
+SharedGroup::Reading::Reading(SharedGroup& group) : reads_(group.mine().reads) {
+  reads_.store(1, std::memory_order_seq_cst);
+  if (group.group().failure_state.load(std::memory_order_seq_cst) == 0) return;
+  reads_.store(0, std::memory_order_release);
+  group.throw_failure();
+}
+
+void SharedGroup::wait_for_readers() const noexcept {
+  if (peer_memory() == nullptr || peer_memory()->outlives_its_rank()) return;
+  for (int r = 0; r < size_; ++r)
+    while (r != rank_ && block(r).reads.load(std::memory_order_seq_cst) != 0) std::this_thread::yield();
+}
+
 void SharedGroup::fail(FailureKind kind, const std::string& text) noexcept {
   GroupBlock& shared = group();
   uint32_t expected = 0;

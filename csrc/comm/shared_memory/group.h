@@ -9,6 +9,7 @@
 
 #include "comm/shared_memory/layout.h"
 #include "comm/shared_memory/memory.h"
+#include "comm/shared_memory/peer_memory.h"
 
 namespace polyreme {
 
@@ -50,7 +51,8 @@ class SharedGroup {
   struct Options {
     std::string name;
     std::chrono::milliseconds timeout;
-    bool oversubscribed = false;  // known from outside: more processes than CPUs
+    bool oversubscribed = false;                    // known from outside: more processes than CPUs
+    std::shared_ptr<const PeerMemory> peer_memory;  // null: everything is staged
   };
   // Bytes of a segment, and its preparation by whoever created the memory. chunk_bytes is rounded up.
   static int64_t segment_bytes(int size, int64_t chunk_bytes);
@@ -76,6 +78,29 @@ class SharedGroup {
   void begin(const CollectiveCall& call, std::chrono::milliseconds limit);
   // Throws PeerLost, Timeout or CollectiveMismatch; the group is broken for all ranks then.
   void meet();
+
+  // Memory that the ranks read of each other; null if they do not. It may be given once, by all ranks at
+  // once.
+  const PeerMemory* peer_memory() const { return options_.peer_memory.get(); }
+  void set_peer_memory(std::shared_ptr<const PeerMemory> memory) { options_.peer_memory = std::move(memory); }
+  // Before a meeting: memory of this rank for the others to read after it.
+  void publish(const void* address, int64_t bytes);
+  // After it: whether the rank has published readable memory, and where it is.
+  bool has_published(int rank, int slot) const { return block(rank).published[slot].handle != 0; }
+  const char* published(int rank, int slot) const;
+  // While a rank reads its peers' memory. Throws the failure of the group, if any, and then nobody is read.
+  class Reading {
+   public:
+    explicit Reading(SharedGroup& group);
+    ~Reading() { reads_.store(0, std::memory_order_release); }
+    Reading(const Reading&) = delete;
+    Reading& operator=(const Reading&) = delete;
+
+   private:
+    std::atomic<uint32_t>& reads_;
+  };
+  // Of a rank that fails: returns when its memory is not read any more.
+  void wait_for_readers() const noexcept;
 
   // Waits for what happens in this rank's channels. Throws as meet does.
   void await_channels(Awaited& awaited) { await(awaited, mine().channels); }

@@ -62,11 +62,16 @@ struct alignas(kLineBytes) RankBlock {
   alignas(kLineBytes) std::atomic<uint64_t> arrived;  // meetings this rank has come to
   CallLedger ledger;
   std::atomic<int32_t> waits_for;  // a rank, plus 1; 0: none, or not for long yet
+  std::atomic<uint32_t> reads;     // 1: while it reads memory of its peers
   std::atomic<uint32_t> departed;  // 1: see departure_text
   char departure_text[256];
 
   // Plain, by slot.
   alignas(kLineBytes) CollectiveCall call[kNumSlots];
+  struct Published {
+    uint64_t handle;  // of PeerMemory
+    int64_t bytes;
+  } published[kNumSlots];
   alignas(kLineBytes) char note[kNumSlots][kNoteBytes];
 
   Bell channels;  // rung when a peer has changed a channel of this rank in an exchange
@@ -80,6 +85,7 @@ struct Channel {
   struct Record {
     int64_t count;
     DType dtype;
+    uint64_t handle;  // of the sender's memory, if the receiver can read it (see PeerMemory)
   };
   struct alignas(kLineBytes) Side {
     std::atomic<uint64_t> announced;  // the number of the latest message

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "base/error.h"
 
@@ -50,12 +51,16 @@ class HeapSource final : public SharedMemorySource {
     require<CommError>(found != memory_.end(), "no shared memory named ", name, " in this process");
     return found->second;
   }
+  std::shared_ptr<SharedArena> create_arena(std::string*) override { throw no_arena(); }
+  std::shared_ptr<SharedMemory> attach_arena(const std::string&) override { throw no_arena(); }
   void forget(const std::string& name) noexcept override {
     const std::lock_guard lock(mutex_);
     memory_.erase(name);
   }
 
  private:
+  static NotAvailable no_arena() { return NotAvailable("threads read each other's memory as it is"); }
+
   std::mutex mutex_;
   std::map<std::string, std::shared_ptr<SharedMemory>> memory_;
   int64_t next_ = 0;
@@ -64,8 +69,35 @@ class HeapSource final : public SharedMemorySource {
 // Closes the file when it goes out of scope.
 struct OpenFile {
   int fd;
-  ~OpenFile() { close(fd); }
+  ~OpenFile() {
+    if (fd >= 0) close(fd);
+  }
 };
+
+class PosixArena final : public SharedArena {
+ public:
+  PosixArena(void* address, size_t size_bytes, int fd) : SharedArena(address, size_bytes), file_{fd} {}
+  ~PosixArena() override { munmap(address(), size_bytes()); }
+
+  // Without the reservation a full /dev/shm would be a SIGBUS at the first touch.
+  bool commit(size_t offset, size_t size_bytes) noexcept override {
+    if (posix_fallocate(file_.fd, static_cast<off_t>(offset), static_cast<off_t>(size_bytes)) == 0)
+      return true;
+    decommit(offset, size_bytes);  // the part that was had
+    return false;
+  }
+  void decommit(size_t offset, size_t size_bytes) noexcept override {
+    fallocate(file_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+              static_cast<off_t>(size_bytes));
+  }
+
+ private:
+  OpenFile file_;
+};
+
+size_t host_memory_bytes() {
+  return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+}
 
 std::string random_suffix() {
   uint64_t bits = 0;
@@ -106,20 +138,57 @@ class PosixSource final : public SharedMemorySource {
   }
 
   std::shared_ptr<SharedMemory> attach(const std::string& name) override {
-    require<CommError>(name.starts_with(prefix_), "shared memory ", name, " is not of this job (", prefix_,
-                       "...)");
-    const OpenFile file{shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0)};
-    require<CommError>(file.fd >= 0, "cannot open shared memory ", name, ": ", std::strerror(errno),
-                       "; all ranks must run on one host and see one /dev/shm");
-    struct stat status {};
-    require<CommError>(fstat(file.fd, &status) == 0 && status.st_size > 0, "shared memory ", name,
-                       " is empty");
-    return map_bytes(file.fd, static_cast<size_t>(status.st_size));
+    const OpenFile file{open_existing(name, O_RDWR)};
+    return map_bytes(file.fd, size_of(file.fd, name));
+  }
+
+  std::shared_ptr<SharedArena> create_arena(std::string* name) override {
+    const std::string fresh = prefix_ + random_suffix();
+    const size_t size_bytes = host_memory_bytes();
+    OpenFile file{shm_open(fresh.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600)};
+    require<CommError>(file.fd >= 0, "cannot create shared memory ", fresh, ": ", std::strerror(errno));
+    void* address = MAP_FAILED;
+    if (ftruncate(file.fd, static_cast<off_t>(size_bytes)) == 0)
+      address = map_arena(file.fd, size_bytes, PROT_READ | PROT_WRITE);
+    if (address == MAP_FAILED) {
+      const int error = errno;
+      forget(fresh);
+      throw CommError(concat("cannot map an arena of ", size_bytes, " bytes: ", std::strerror(error)));
+    }
+    *name = fresh;
+    return std::make_shared<PosixArena>(address, size_bytes, std::exchange(file.fd, -1));
+  }
+
+  std::shared_ptr<SharedMemory> attach_arena(const std::string& name) override {
+    const OpenFile file{open_existing(name, O_RDONLY)};
+    const size_t size_bytes = size_of(file.fd, name);
+    void* address = map_arena(file.fd, size_bytes, PROT_READ);
+    require<CommError>(address != MAP_FAILED, "cannot map the arena ", name, ": ", std::strerror(errno));
+    return std::make_shared<Mapping>(address, size_bytes);
   }
 
   void forget(const std::string& name) noexcept override { shm_unlink(name.c_str()); }
 
  private:
+  // Addresses alone: no memory is set aside for them, and none of it is dumped with a core.
+  static void* map_arena(int fd, size_t size_bytes, int protection) {
+    void* address = mmap(nullptr, size_bytes, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (address != MAP_FAILED && protection == PROT_READ) madvise(address, size_bytes, MADV_DONTDUMP);
+    return address;
+  }
+  int open_existing(const std::string& name, int flags) const {
+    require<CommError>(name.starts_with(prefix_), "shared memory ", name, " is not of this job (", prefix_,
+                       "...)");
+    const int fd = shm_open(name.c_str(), flags | O_CLOEXEC, 0);
+    require<CommError>(fd >= 0, "cannot open shared memory ", name, ": ", std::strerror(errno),
+                       "; all ranks must run on one host and see one /dev/shm");
+    return fd;
+  }
+  static size_t size_of(int fd, const std::string& name) {
+    struct stat status {};
+    require<CommError>(fstat(fd, &status) == 0 && status.st_size > 0, "shared memory ", name, " is empty");
+    return static_cast<size_t>(status.st_size);
+  }
   static std::string full_text(int fd, size_t size_bytes, int error) {
     struct statvfs status {};
     std::string free_text = "unknown";

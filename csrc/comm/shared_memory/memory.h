@@ -22,6 +22,16 @@ class SharedMemory {
   size_t size_bytes_;
 };
 
+// A large range of addresses that one rank writes and the others read. Bytes exist where they were committed,
+// and read as zeros elsewhere.
+class SharedArena : public SharedMemory {
+ public:
+  using SharedMemory::SharedMemory;
+  // Whole pages. False if there is no memory.
+  virtual bool commit(size_t offset, size_t size_bytes) noexcept = 0;
+  virtual void decommit(size_t offset, size_t size_bytes) noexcept = 0;
+};
+
 // Where a transport takes its shared memory from; this is all that tells transports over shared
 // memory apart. Thread-safe.
 class SharedMemorySource {
@@ -31,6 +41,10 @@ class SharedMemorySource {
   virtual std::shared_ptr<SharedMemory> create(size_t size_bytes, std::string* name) = 0;
   // Throws CommError if there is none of that name.
   virtual std::shared_ptr<SharedMemory> attach(const std::string& name) = 0;
+  // Fresh addresses for an arena, as many as the host has memory, and their read-only view on another rank.
+  // Throw NotAvailable or CommError where there are none.
+  virtual std::shared_ptr<SharedArena> create_arena(std::string* name) = 0;
+  virtual std::shared_ptr<SharedMemory> attach_arena(const std::string& name) = 0;
   // Takes the name away; who has the memory keeps it. Twice is allowed.
   virtual void forget(const std::string& name) noexcept = 0;
 };

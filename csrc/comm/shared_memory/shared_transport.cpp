@@ -1,12 +1,26 @@
 #include "comm/shared_memory/shared_transport.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "comm/shared_memory/algorithms.h"
+#include "comm/shared_memory/heap.h"
+#include "comm/shared_memory/notes.h"
 
 namespace polyreme {
 
 void SharedTransport::run(const CollectiveCall& call, const CallMemory& memory,
                           std::chrono::milliseconds limit) {
   group_->begin(call, limit);
+  try {
+    move(call, memory);
+  } catch (...) {
+    group_->wait_for_readers();
+    throw;
+  }
+}
+
+void SharedTransport::move(const CollectiveCall& call, const CallMemory& memory) {
   switch (call.op) {
     case CollectiveOp::kAllReduce:
       return run_all_reduce(*group_, call, memory.output);
@@ -18,7 +32,9 @@ void SharedTransport::run(const CollectiveCall& call, const CallMemory& memory,
       return run_broadcast(*group_, call, memory.output);
     case CollectiveOp::kAttach:
       group_->meet();
-      return group_->choose_waiting();
+      group_->choose_waiting();
+      if (size() > 1 && group_->peer_memory() == nullptr) share_heap();
+      return;
     case CollectiveOp::kBarrier:
       return group_->meet();
     case CollectiveOp::kAllToAll:
@@ -30,6 +46,40 @@ void SharedTransport::run(const CollectiveCall& call, const CallMemory& memory,
       break;
   }
   throw InvalidArgument(concat("a transport does not run ", call.to_string()));
+}
+
+// Every rank makes an arena and maps those of all others. Where one of them cannot (no addresses left, say),
+// there is no heap: everything is staged then. A rank that is killed meanwhile leaves the name of its arena.
+void SharedTransport::share_heap() {
+  struct Name {
+    char text[kNoteBytes] = {};
+  } name;
+  std::shared_ptr<SharedArena> own;
+  std::vector<std::shared_ptr<SharedMemory>> arenas;
+  std::string text;
+  try {
+    own = source_->create_arena(&text);
+  } catch (const Error&) {
+    text.clear();
+  }
+  struct Forgetter {
+    SharedMemorySource& source;
+    const std::string& name;
+    ~Forgetter() {
+      if (!name.empty()) source.forget(name);
+    }
+  } forgetter{*source_, text};
+  std::memcpy(name.text, text.c_str(), std::min(text.size(), sizeof(name.text) - 1));
+  const std::vector<Name> names = exchange_notes(*group_, name);
+  char complete = own ? 1 : 0;
+  try {
+    for (int r = 0; r < size() && complete; ++r)
+      arenas.push_back(r == rank() ? own : source_->attach_arena(names[static_cast<size_t>(r)].text));
+  } catch (const Error&) {
+    complete = 0;
+  }
+  for (const char each : exchange_notes(*group_, complete)) complete = complete && each;
+  if (complete) group_->set_peer_memory(std::make_shared<SharedHeap>(std::move(own), std::move(arenas)));
 }
 
 }  // namespace polyreme

@@ -29,6 +29,10 @@ class SharedTransport final : public Transport {
   std::unique_ptr<Transport> split(const CollectiveCall& call, int color, int key,
                                    const std::string& name) override;
 
+  std::shared_ptr<void> allocate(size_t size_bytes) override {
+    return group_->peer_memory() ? group_->peer_memory()->allocate(size_bytes) : nullptr;
+  }
+
   void throw_if_failed() const override { group_->throw_if_failed(); }
   void fail(FailureKind kind, const std::string& text) noexcept override { group_->fail(kind, text); }
   void abort(const std::string& text) noexcept override { group_->abort(text); }
@@ -38,6 +42,8 @@ class SharedTransport final : public Transport {
  private:
   std::unique_ptr<Transport> join_child(const std::string& segment_name, const std::vector<int>& members,
                                         const std::string& name);
+  void move(const CollectiveCall& call, const CallMemory& memory);
+  void share_heap();
 
   std::shared_ptr<SharedGroup> group_;
   std::shared_ptr<SharedMemorySource> source_;

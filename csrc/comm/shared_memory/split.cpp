@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 
+#include "comm/shared_memory/notes.h"
 #include "comm/shared_memory/shared_transport.h"
 #include "comm/split.h"
 
@@ -21,24 +22,12 @@ struct Offer {
 };
 static_assert(sizeof(Offer) <= kNoteBytes);
 
-// Every rank learns the note of every rank.
-template <typename Note>
-std::vector<Note> exchange(SharedGroup& group, const Note& note) {
-  const int slot = group.slot();
-  std::memcpy(group.note(group.rank(), slot), &note, sizeof(note));
-  group.meet();
-  std::vector<Note> notes(static_cast<size_t>(group.size()));
-  for (int r = 0; r < group.size(); ++r)
-    std::memcpy(&notes[static_cast<size_t>(r)], group.note(r, slot), sizeof(note));
-  return notes;
-}
-
 }  // namespace
 
 std::unique_ptr<Transport> SharedTransport::split(const CollectiveCall& call, int color, int key,
                                                   const std::string& name) {
   group_->begin(call, group_->options().timeout);
-  const std::vector<SplitWish> wishes = exchange(*group_, SplitWish::of(color, key, name));
+  const std::vector<SplitWish> wishes = exchange_notes(*group_, SplitWish::of(color, key, name));
   const std::map<int, std::vector<int>> members = members_by_color(wishes);
   if (const std::string conflict = name_conflict(wishes, members); !conflict.empty()) {
     group_->fail(FailureKind::kMismatch, conflict);
@@ -76,7 +65,7 @@ std::unique_ptr<Transport> SharedTransport::split(const CollectiveCall& call, in
     }
   } forgetter{*source_, offer.outcome == Offer::Outcome::kMade ? offer.text : ""};
 
-  const std::vector<Offer> offers = exchange(*group_, offer);
+  const std::vector<Offer> offers = exchange_notes(*group_, offer);
   for (size_t r = 0; r < offers.size(); ++r) {
     const std::string text =
         concat(group_->where(), ": ", group_->who(static_cast<int>(r)), ": ", offers[r].text);
@@ -97,7 +86,9 @@ std::unique_ptr<Transport> SharedTransport::join_child(const std::string& segmen
       static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
   auto child = std::make_shared<SharedGroup>(
       source_->attach(segment_name), child_rank, size, chunk_bytes_,
-      SharedGroup::Options{name, group_->options().timeout, group_->oversubscribed()});
+      SharedGroup::Options{
+          name, group_->options().timeout, group_->oversubscribed(),
+          group_->peer_memory() ? select_peers(group_->options().peer_memory, members) : nullptr});
   group_->add_subgroup(child);
   return std::make_unique<SharedTransport>(std::move(child), source_, chunk_bytes_);
 }

@@ -79,6 +79,13 @@ std::shared_ptr<Buffer> CpuAllocator::allocate(size_t size_bytes, const char* la
   return std::make_shared<CachedBuffer>(shared_from_this(), address, size_bytes, block_bytes);
 }
 
+void CpuAllocator::count(int64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  stats_.in_use_bytes += bytes;
+  stats_.reserved_bytes += bytes;
+  stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.in_use_bytes);
+}
+
 void CpuAllocator::release(void* address, size_t block_bytes) noexcept {
   const std::lock_guard lock(mutex_);
   stats_.in_use_bytes -= static_cast<int64_t>(block_bytes);

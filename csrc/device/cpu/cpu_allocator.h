@@ -18,6 +18,8 @@ class CpuAllocator : public std::enable_shared_from_this<CpuAllocator> {
   CpuAllocator& operator=(const CpuAllocator&) = delete;
 
   std::shared_ptr<Buffer> allocate(size_t size_bytes, const char* label);
+  // Memory that somebody else has taken, or given back.
+  void count(int64_t bytes);
   MemoryStats stats() const;
   void reset_peak();
   void release(void* address, size_t block_bytes) noexcept;

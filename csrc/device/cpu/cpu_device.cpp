@@ -66,6 +66,7 @@ class ImmediateDevice final : public Device {
     return std::make_unique<ImmediateStream>(*this, id);
   }
   std::unique_ptr<Event> create_event() override { return std::make_unique<PointEvent>(); }
+  void count_host_memory(int64_t bytes) override { allocator_->count(bytes); }
   MemoryStats memory() const override { return allocator_->stats(); }
   void reset_peak_memory() override { allocator_->reset_peak(); }
 

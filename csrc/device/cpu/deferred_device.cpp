@@ -156,6 +156,7 @@ class DeferredDevice final : public Device {
     return stream;
   }
   std::unique_ptr<Event> create_event() override { return std::make_unique<DeferredEvent>(*this); }
+  void count_host_memory(int64_t bytes) override { count(bytes); }
   MemoryStats memory() const override { return stats_; }
   void reset_peak_memory() override { stats_.peak_bytes = stats_.in_use_bytes; }
 

@@ -11,8 +11,6 @@
 #include "comm/half_reference.h"
 #include "comm/host_access.h"
 #include "comm/tree.h"
-#include "device/device.h"
-#include "tensor/tensor.h"
 
 // What the ranks of a conformance test contribute, and what must come out: computed by every rank for itself,
 // with tree_order, element by element.
@@ -163,52 +161,5 @@ inline Bytes reduced(const Trial& trial, ReduceOp op, int64_t begin, int64_t end
     return to_bytes(out);
   });
 }
-
-// A tensor in the middle of a buffer, at no address in particular, that notices writes beside it.
-class Guarded {
- public:
-  Guarded(Device& device, DType dtype, const Bytes& content)
-      : element_(static_cast<int64_t>(dtype_size(dtype))),
-        content_bytes_(static_cast<int64_t>(content.size())) {
-    const int64_t count = content_bytes_ / element_;
-    const Tensor whole = empty(device, dtype, {count + 2 * kMargin}, "test");
-    Bytes bytes(static_cast<size_t>(whole.size_bytes()), kGuard);
-    std::copy(content.begin(), content.end(), bytes.begin() + kMargin * element_);
-    write_bytes(whole, bytes.data());
-    tensor_ = whole.slice(0, kMargin, kMargin + count);
-  }
-  Guarded(Device& device, DType dtype, int64_t count)
-      : Guarded(device, dtype, Bytes(static_cast<size_t>(count) * dtype_size(dtype), 0x33)) {}
-
-  const Tensor& tensor() const { return tensor_; }
-  operator const Tensor&() const { return tensor_; }
-  Bytes bytes() const {
-    Bytes bytes(static_cast<size_t>(content_bytes_));
-    read_bytes(tensor_, bytes.data());
-    return bytes;
-  }
-  // The content, bit for bit, and nothing beside it.
-  void expect_bytes(const Bytes& wanted, const std::string& what) const {
-    const int64_t margin = kMargin * element_;
-    const Tensor whole(tensor_.buffer(), DType::kI8, {content_bytes_ + 2 * margin});
-    Bytes begin(static_cast<size_t>(whole.numel()));
-    read_bytes(whole, begin.data());
-    expect(wanted.size() == static_cast<size_t>(content_bytes_), what, ": ", content_bytes_,
-           " bytes, wanted ", wanted.size());
-    for (int64_t i = 0; i < content_bytes_; ++i)
-      expect(begin[margin + i] == wanted[static_cast<size_t>(i)], what, ": element ", i / element_,
-             " differs");
-    for (int64_t i = 0; i < margin; ++i)
-      expect(begin[i] == kGuard && begin[margin + content_bytes_ + i] == kGuard, what,
-             ": memory beside the tensor was written");
-  }
-
- private:
-  static constexpr int64_t kMargin = 3;
-  static constexpr char kGuard = 0x5a;
-  int64_t element_;
-  int64_t content_bytes_;
-  Tensor tensor_;
-};
 
 }  // namespace polyreme::conformance

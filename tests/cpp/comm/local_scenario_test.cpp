@@ -73,7 +73,7 @@ TEST(Scenario, O_SH_07_OddLengths) {
   for (const int size : {2, 3, 5, 7})
     EXPECT_EQ(run(size,
                   [](Communicator& comm, Device& device, Stream& stream) {
-                    const conformance::Place place{comm, device, stream};
+                    const conformance::Place place{comm, device, stream, false};
                     for (const int64_t count : {1, 2, 3, 7, 1023}) {
                       check_reductions(place, {DType::kI32, 1}, count, ReduceOp::kSum);
                       check_all_gather(place, {DType::kI32, 2}, count);
@@ -114,7 +114,7 @@ TEST(Scenario, O_PG_11_ASubgroupIsDestroyedWithACollectiveInFlight) {
                       if (world.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
                       pair.reset();
                     }
-                    const conformance::Place place{world, device, stream};
+                    const conformance::Place place{world, device, stream, false};
                     for (uint64_t i = 0; i < 10; ++i)
                       check_reductions(place, {DType::kF32, i}, 500, ReduceOp::kSum);
                   },

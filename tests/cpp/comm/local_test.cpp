@@ -45,6 +45,10 @@ TEST_P(LocalGroup, ConformsWithLargeChunks) {
   EXPECT_EQ(run(conformance::kLargeChunk, conformance::check_large), all_ok(GetParam().size));
 }
 
+TEST_P(LocalGroup, ConformsWithoutStaging) {
+  EXPECT_EQ(run(conformance::kSmallChunk, conformance::check_shared_memory), all_ok(GetParam().size));
+}
+
 TEST_P(LocalGroup, TinyChunksAreRoundedUp) {
   EXPECT_EQ(run(1,
                 [](Communicator& comm, Device& device) {

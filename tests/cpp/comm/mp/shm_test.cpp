@@ -44,6 +44,16 @@ TEST_P(ShmGroup, Conforms) { run(conformance::kSmallChunk, conformance::check_ev
 
 TEST_P(ShmGroup, ConformsWithLargeChunks) { run(conformance::kLargeChunk, conformance::check_large); }
 
+TEST_P(ShmGroup, ConformsInItsHeap) {
+  if (GetParam().size > 4) return;
+  run(conformance::kSmallChunk, [](Communicator& comm, Device& device) {
+    conformance::check_shared_memory(comm, device);
+    const auto half =
+        comm.split(comm.rank() % 2, -comm.rank(), "half");  // the heap of the world, in another order
+    conformance::check_shared_memory(*half, device);
+  });
+}
+
 TEST_P(ShmGroup, StreamsAndSubgroups) {
   if (GetParam().size % 2 != 0) return;
   run(conformance::kSmallChunk, conformance::check_streams_and_subgroups);

@@ -1,0 +1,63 @@
+#include "comm/shared_memory/direct.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "comm/shared_memory/slices.h"
+#include "comm/tree.h"
+
+namespace polyreme {
+namespace {
+
+// What a rank reduces before the others fetch it out of its cache.
+constexpr int64_t kSliceBytes = 512 << 10;
+
+}  // namespace
+
+DirectCall::DirectCall(SharedGroup& group, const void* memory, int64_t bytes)
+    : group_(group), terms_(static_cast<size_t>(group.size())) {
+  const int slot = group.slot();
+  group.publish(memory, bytes);
+  group.meet();
+  for (int r = 0; r < group.size(); ++r) {
+    memory_.push_back(r == group.rank() ? static_cast<const char*>(memory) : group.published(r, slot));
+    everywhere_ = everywhere_ && group.has_published(r, slot);
+  }
+}
+
+void DirectCall::reduce(const CollectiveCall& call, int64_t offset, int64_t bytes, void* out) {
+  for (int r = 0; r < group_.size(); ++r) terms_[static_cast<size_t>(r)] = of(r) + offset;
+  const SharedGroup::Reading reading(group_);
+  tree_reduce(Reduction::whole(call.reduce, call.dtype, group_.size()), terms_.data(), group_.size(),
+              bytes / static_cast<int64_t>(dtype_size(call.dtype)), out);
+}
+
+void DirectCall::read(void* to, int rank, int64_t offset, int64_t bytes) {
+  if (bytes <= 0) return;
+  const SharedGroup::Reading reading(group_);
+  std::memcpy(to, of(rank) + offset, static_cast<size_t>(bytes));
+}
+
+void DirectCall::all_reduce(const CollectiveCall& call, char* data, int64_t bytes) {
+  const int rank = group_.rank(), size = group_.size();
+  const int64_t chunk = kSliceBytes * size;
+  for (int64_t begin = 0; begin < bytes; begin += chunk) {
+    const int64_t length = std::min(chunk, bytes - begin);
+    const Range own = slice_of(length, rank, size);
+    reduce(call, begin + own.begin, own.bytes, data + begin + own.begin);
+    group_.meet();
+    for (int i = 1; i < size; ++i) {
+      const int r = (rank + i) % size;
+      const Range slice = slice_of(length, r, size);
+      read(data + begin + slice.begin, r, begin + slice.begin, slice.bytes);
+    }
+  }
+  end();
+}
+
+void DirectCall::reduce_scatter(const CollectiveCall& call, char* output, int64_t bytes) {
+  reduce(call, group_.rank() * bytes, bytes, output);
+  end();
+}
+
+}  // namespace polyreme
