@@ -129,7 +129,7 @@ void bind_class(py::module_& m) {
           "gather"_a, "reduce"_a, "step"_a)
       .def("to_text", &pipeline::to_text)
       .def(
-          "__eq__", [](const Schedule& a, const Schedule& b) { return a == b; }, "other"_a);
+          "equals", [](const Schedule& a, const Schedule& b) { return a == b; }, "other"_a);
 }
 
 }  // namespace

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "data": ("polyreme.cli.data", "make and inspect token files"),
     "verify": ("polyreme.cli.verify", "compare a script's bits over layouts"),
     "doctor": ("polyreme.cli.doctor", "show what this machine and this build can do"),
+    "schedule": ("polyreme.cli.schedule", "show, draw and check pipeline schedules"),
     "bench": ("polyreme.cli.bench", "measure speed against other libraries"),
 }
 
