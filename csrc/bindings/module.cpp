@@ -11,4 +11,5 @@ PYBIND11_MODULE(_core, m) {
   bindings::bind_data(m);
   bindings::bind_engine(m);
   bindings::bind_ops(m);
+  bindings::bind_schedule(m);
 }

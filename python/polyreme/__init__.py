@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import data, errors, lr, models, testing
+    from . import data, errors, lr, models, schedule, testing
     from ._core import __version__
     from .errors import (
         CollectiveMismatch,
@@ -59,6 +59,7 @@ __all__ = [
     "lr",
     "measure_peak_flops",
     "models",
+    "schedule",
     "testing",
 ]
 
@@ -72,7 +73,7 @@ _MODULE_OF = {
     "generate": "generation",
     "measure_peak_flops": "gemm_rate",
 }
-_SUBMODULES = ("data", "errors", "lr", "models", "testing")
+_SUBMODULES = ("data", "errors", "lr", "models", "schedule", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("polyreme.cli.verify", "compare a script's bits over layouts"),
     "comm-report": ("polyreme.cli.comm_report", "say what went wrong between ranks"),
     "doctor": ("polyreme.cli.doctor", "show what this machine and this build can do"),
+    "schedule": ("polyreme.cli.schedule", "show, draw and check pipeline schedules"),
     "bench": ("polyreme.cli.bench", "measure speed against other libraries"),
 }
 
