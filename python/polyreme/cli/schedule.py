@@ -165,7 +165,13 @@ def _figures(built: Schedule, timeline: Timeline) -> dict[str, Any]:
 
 def _check(args: argparse.Namespace) -> int:
     name = os.fspath(args.file)
-    read = schedules.from_file(name).schedule
+    try:
+        read = schedules.from_file(name).schedule
+    except InvalidArgument as error:
+        if not args.json:
+            raise
+        print(json.dumps({"event": "schedule_check", "file": name, "valid": False, "reason": str(error)}))
+        return 1
     problem = read.problem(lanes=args.lanes)
     if args.json:
         verdict: dict[str, Any] = {"event": "schedule_check", "file": name, "valid": problem is None}
