@@ -37,6 +37,7 @@ def refuses(*parts):
 
 TRANSFERS = ("send_activation", "recv_activation", "send_gradient", "recv_gradient")
 SENDS = {"send_activation": ("recv_activation", 1), "send_gradient": ("recv_gradient", -1)}
+COLLECTIVES = ("gather", "release", "reduce", "step")  # their own rules are tested in C++
 HALVES = {
     "forward": ("F",),
     "backward": ("I", "W"),
@@ -89,6 +90,8 @@ def is_valid(schedule):
     for rank, actions in enumerate(schedule.actions):
         for position, (kind, chunk, micro_batch, peer, _) in enumerate(actions):
             place = (rank, position)
+            if kind in COLLECTIVES:
+                continue
             if owner.get(chunk) != rank or not 0 <= micro_batch < schedule.micro_batches:
                 return False
             if kind in HALVES:
@@ -144,12 +147,16 @@ def is_valid(schedule):
             if SENDS[kind] != (other, to - chunk) or m != m2:
                 return False
             pairs.append((here, there))
-    return deadlock_free(grouped, group_of, pairs, replicas=2)
+    kinds = [
+        [actions[g[0]].kind for g in groups]
+        for actions, groups in zip(schedule.actions, grouped, strict=True)
+    ]
+    return deadlock_free(kinds, group_of, pairs, replicas=2)
 
 
-def deadlock_free(grouped, group_of, pairs, replicas):
-    """Begin and end of every group; a transfer needs both begins, and both ends need it. What the replicas
-    do together (every last group of a rank, as a reduction is) begins on all before it ends on any.
+def deadlock_free(kinds, group_of, pairs, replicas):
+    """Begin and end of every group on every replica (the dp axis), in the order of its list. A transfer needs
+    both begins, and both ends need it. A collective begins on all its members before it ends on any.
     """
     nodes, edges = set(), {}
 
@@ -157,14 +164,21 @@ def deadlock_free(grouped, group_of, pairs, replicas):
         nodes.update((before, after))
         edges.setdefault(before, []).append(after)
 
+    steps = [
+        (d, r, g)
+        for d in range(replicas)
+        for r, ks in enumerate(kinds)
+        for g, k in enumerate(ks)
+        if k == "step"
+    ]
     for d in range(replicas):
-        for rank, groups in enumerate(grouped):
-            for g in range(len(groups)):
-                edge(("begin", d, rank, g), ("end", d, rank, g))
+        for rank, groups in enumerate(kinds):
+            for g, kind in enumerate(groups):
                 if g > 0:
                     edge(("end", d, rank, g - 1), ("begin", d, rank, g))
-            for e in range(replicas):
-                edge(("begin", d, rank, len(groups) - 1), ("end", e, rank, len(groups) - 1))
+                members = [(e, rank, g) for e in range(replicas)] if kind in COLLECTIVES else [(d, rank, g)]
+                for member in steps if kind == "step" else members:
+                    edge(("begin", d, rank, g), ("end", *member))
         for n, pair in enumerate(pairs):
             for place in pair:
                 edge(("begin", d, place[0], group_of[place]), ("transfer", d, n))
@@ -185,6 +199,9 @@ def sizes(kind):
 def test_the_independent_checker_agrees_that_what_is_generated_is_valid(kind):
     for stages, micro_batches in sizes(kind):
         schedule = KINDS[kind].build(stages, micro_batches)
+        schedule.validate()
+        assert is_valid(schedule), (stages, micro_batches)
+        schedule = schedule.with_collectives(gather="use", reduce=True, step=True)
         schedule.validate()
         assert is_valid(schedule), (stages, micro_batches)
 

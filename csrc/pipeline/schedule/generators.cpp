@@ -196,9 +196,9 @@ void check_request(const ScheduleRequest& request) {
     require(chunks == (v ? 2 : 1), what, ": chunks=", chunks, " per rank; expected ",
             v ? "2, one for each half of the V" : "1; use interleaved for more");
   const int64_t num_chunks = int64_t{stages} * chunks;
-  require(num_chunks <= kMaxChunks && 4 * num_chunks * micro_batches <= kMaxActions, what, ": ", num_chunks,
+  require(num_chunks <= kMaxChunks && num_chunks * micro_batches <= kMaxPairs, what, ": ", num_chunks,
           " chunks x ", micro_batches, " micro-batches; expected at most ", kMaxChunks, " chunks and ",
-          kMaxActions / 4, " in all");
+          kMaxPairs, " of both");
   if (kind == ScheduleKind::kDualPipeV)
     require(micro_batches >= 2 * stages, what, ": micro_batches=", micro_batches, " for ", stages,
             " stages; it needs at least two for each stage: use micro_batches=", 2 * stages,

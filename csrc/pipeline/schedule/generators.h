@@ -11,7 +11,7 @@ namespace polyreme::pipeline {
 // Which published schedule. All generators number micro-batches upwards, and run the backward of the weights
 // of every chunk in that order (README.md says where this departs from the source).
 enum class ScheduleKind : uint8_t {
-  // All forwards, then all backwards. Huang et al. 2019, "GPipe", section 2.3.
+  // All forwards, then all backwards. Huang et al. 2019, "GPipe", sections 2.2 and 2.3.
   kGPipe,
   // One forward, one backward. Narayanan et al. 2021 (SC), "Efficient Large-Scale Language Model Training on
   // GPU
@@ -27,7 +27,8 @@ enum class ScheduleKind : uint8_t {
   kZbV,
   // DualPipe (DeepSeek-V3 technical report 2024, section 3.2.1) without its second copy of the weights, by
   // the
-  // "cut-in-half" of Qi et al. 2025; the steps are those of DeepSeek's dualpipev.py. Two chunks in a V.
+  // "cut-in-half" of Qi et al. 2025 ("DualPipe could be better without the Dual"); the steps are those of
+  // DeepSeek's dualpipev.py. Two chunks in a V.
   kDualPipeV
 };
 

@@ -114,10 +114,9 @@ std::vector<int> rank_of_chunk(const Schedule& schedule) {
     }
   int64_t num_actions = 0;
   for (const std::vector<Action>& list : schedule.actions) num_actions += static_cast<int64_t>(list.size());
-  require(
-      num_actions <= kMaxActions && static_cast<int64_t>(num_chunks) * schedule.micro_batches <= kMaxActions,
-      "schedule: ", num_actions, " actions for ", num_chunks, " chunks x ", schedule.micro_batches,
-      " micro-batches; expected at most ", kMaxActions);
+  require(static_cast<int64_t>(num_chunks) * schedule.micro_batches <= kMaxPairs, "schedule: ", num_chunks,
+          " chunks x ", schedule.micro_batches, " micro-batches; expected at most ", kMaxPairs, " of both");
+  require(num_actions <= kMaxActions, "schedule: ", num_actions, " actions; expected at most ", kMaxActions);
   return rank_of;
 }
 

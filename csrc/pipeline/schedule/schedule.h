@@ -30,7 +30,10 @@ inline constexpr int kNumActionKinds = 12;
 inline constexpr int kMaxRanks = 1024;
 inline constexpr int kMaxChunks = 4096;
 inline constexpr int kMaxMicroBatches = 65536;
-inline constexpr int64_t kMaxActions = int64_t{1} << 22;  // of all ranks
+inline constexpr int64_t kMaxActions = int64_t{1} << 23;  // of all ranks
+// (chunk, micro-batch) pairs: each has at most three computations, four transfers, and a share of
+// collectives.
+inline constexpr int64_t kMaxPairs = kMaxActions / 8;
 
 struct Action {
   ActionKind kind = ActionKind::kForward;
