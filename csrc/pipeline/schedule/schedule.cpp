@@ -10,7 +10,7 @@ namespace {
 
 struct KindText {
   const char* name;
-  const char* token;
+  const char* letters;
 };
 
 constexpr std::array<KindText, kNumActionKinds> kTexts{{{"forward", "F"},
@@ -120,9 +120,11 @@ std::vector<int> rank_of_chunk(const Schedule& schedule) {
   return rank_of;
 }
 
+const char* letters(ActionKind kind) { return kTexts[static_cast<size_t>(kind)].letters; }
+
 std::string token(const Action& action, bool with_chunk) {
   std::ostringstream text;
-  text << kTexts[static_cast<size_t>(action.kind)].token;
+  text << letters(action.kind);
   if (action.micro_batch >= 0) text << action.micro_batch;
   if (with_chunk && action.chunk >= 0) text << '@' << action.chunk;
   if (action.peer >= 0) text << (is_send(action.kind) ? '>' : '<') << action.peer;

@@ -78,6 +78,8 @@ ActionKind counterpart(ActionKind transfer);
 // 0 ... n-1, each held once, at least one by each rank, and all sizes are within the limits.
 std::vector<int> rank_of_chunk(const Schedule& schedule);
 
+// "F", "SA", "step", ...: what the tokens of a kind begin with.
+const char* letters(ActionKind kind);
 // "F3", "I0@5", "SA2@1>2", "step": the token of the text form. The chunk is left out where it is clear.
 std::string token(const Action& action, bool with_chunk);
 std::string token(const Schedule& schedule, int rank, int position);

@@ -190,9 +190,9 @@ class Parser {
 
   // <letters><micro-batch>@<chunk>><peer>, what applies.
   Action parse_action(std::string_view word) const {
-    const size_t letters = std::min(word.find_first_of("0123456789@<>"), word.size());
-    std::string_view rest = word.substr(letters);
-    Action action{kind_of(word, word.substr(0, letters))};
+    const size_t length = std::min(word.find_first_of("0123456789@<>"), word.size());
+    std::string_view rest = word.substr(length);
+    Action action{kind_of(word, word.substr(0, length))};
     const bool numbered = is_compute(action.kind) || is_transfer(action.kind);
     if (numbered) action.micro_batch = take_number(rest, schedule_.micro_batches - 1);
     if (numbered && action.micro_batch < 0)
@@ -215,9 +215,9 @@ class Parser {
     return action;
   }
 
-  ActionKind kind_of(std::string_view word, std::string_view letters) const {
+  ActionKind kind_of(std::string_view word, std::string_view begin) const {
     for (int i = 0; i < kNumActionKinds; ++i)
-      if (const auto kind = static_cast<ActionKind>(i); token({kind}, false) == letters) return kind;
+      if (begin == letters(static_cast<ActionKind>(i))) return static_cast<ActionKind>(i);
     fail(word, "expected F, B, I, W, SA, RA, SG, RG with a number, or gather, release, reduce, step");
   }
 
