@@ -147,7 +147,24 @@ def test_f49_a_slow_link_is_slow_and_nothing_else(hosts, script):
     start(hosts, path)
     hosts.wait_for(reached(path, "reducing", 4))
     for host in (0, 1):
-        hosts.on(host, *"tc qdisc add dev cable root tbf rate 20mbit burst 32kbit latency 400ms".split())
+        hosts.on(
+            host,
+            *[
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                "cable",
+                "root",
+                "tbf",
+                "rate",
+                "20mbit",
+                "burst",
+                "32kbit",
+                "latency",
+                "400ms",
+            ],
+        )
     (path.parent / "enough").touch()
     ends = hosts.ends()
     assert [code for code, _, _ in ends] == [0] * 4, ends

@@ -23,7 +23,15 @@ def why_not() -> str:
     """Why this machine cannot play two hosts; empty if it can."""
     try:
         done = subprocess.run(
-            ["unshare", "--mount", "--uts", "--net", "sh", "-c", "ip link add name cable type veth peer name other"],
+            [
+                "unshare",
+                "--mount",
+                "--uts",
+                "--net",
+                "sh",
+                "-c",
+                "ip link add name cable type veth peer name other",
+            ],
             capture_output=True,
             text=True,
             check=False,
@@ -43,7 +51,15 @@ class TwoHosts:
             for name in ("left", "right"):
                 setup = f"hostname {name} && mount -t tmpfs -o mode=1777 tmpfs /dev/shm && ip link set lo up"
                 keeper = subprocess.Popen(
-                    ["unshare", "--mount", "--uts", "--net", "sh", "-c", f"{setup} && echo ready && exec cat"],
+                    [
+                        "unshare",
+                        "--mount",
+                        "--uts",
+                        "--net",
+                        "sh",
+                        "-c",
+                        f"{setup} && echo ready && exec cat",
+                    ],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,
@@ -52,7 +68,21 @@ class TwoHosts:
                 assert keeper.stdout is not None
                 assert keeper.stdout.readline() == "ready\n", f"{name}: the namespaces could not be made"
             right = self._keepers[1].pid
-            self.on(0, "ip", "link", "add", "name", "cable", "type", "veth", "peer", "name", "cable", "netns", str(right))
+            self.on(
+                0,
+                "ip",
+                "link",
+                "add",
+                "name",
+                "cable",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "cable",
+                "netns",
+                str(right),
+            )
             for host, address in enumerate(ADDRESSES):
                 self.on(host, "ip", "address", "add", f"{address}/24", "dev", "cable")
                 self.on(host, "ip", "link", "set", "cable", "up")
