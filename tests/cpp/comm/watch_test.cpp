@@ -112,7 +112,7 @@ TEST(WatchMp, F26_AShortStopIsAStallAndNothingElse) {
     Failure failure;
     Watch watch(options_of(self.store_options(), rank, failure));
     meet(self, store, 3);
-    const std::string text = failure.text(2 * kTimeout);
+    const std::string text = failure.text(kTimeout + 2 * kInterval);
     require<PeerLost>(text == "no failure", text);
     require(rank != 2 || watch.num_stalls() == 1, "stalls: ", watch.num_stalls());
   });
@@ -127,7 +127,7 @@ TEST(WatchMp, F26_AShortStopOfTheStoresHostIsNoFailure) {
     Failure failure;
     Watch watch(options_of(self.store_options(), rank, failure));
     meet(self, store, 3);
-    const std::string text = failure.text(2 * kTimeout);
+    const std::string text = failure.text(kTimeout + 2 * kInterval);
     require<PeerLost>(text == "no failure", text);
     require(rank == 0 || watch.num_stalls() == 1, "stalls: ", watch.num_stalls());
   });
@@ -143,7 +143,7 @@ TEST(WatchMp, F26_AWholeJobThatIsSuspendedGoesOn) {
     Failure failure;
     Watch watch(options_of(self.store_options(), rank, failure));
     meet(self, store, 3);
-    const std::string text = failure.text(3 * kTimeout);
+    const std::string text = failure.text(kTimeout + 6 * kInterval);
     require<PeerLost>(text == "no failure", text);
   });
   for (const int rank : {0, 1, 2}) job.ranks.kill(rank, SIGSTOP);
