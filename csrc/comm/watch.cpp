@@ -29,6 +29,9 @@ constexpr size_t kMaxReportBytes = size_t{4} << 10;
 constexpr auto kGoodbyeLimit = std::chrono::seconds(1);
 // The process of rank 0 is given this time to end, for the text, after its connection was closed.
 constexpr auto kTimeToEnd = milliseconds(200);
+// Whoever started the ranks should find the cause before its consequences: after another rank's failure this
+// one ends no earlier than this.
+constexpr auto kCulpritsTimeToEnd = milliseconds(300);
 
 // Wakes one thread that waits for it. Not a condition variable: to destroy one in a forked child, where its
 // waiters do not exist, blocks.
@@ -149,7 +152,8 @@ Watch::~Watch() {
   }
   end_thread();
   checker_.join();
-  if (!failure_.empty() && failure_ == report_ && options_.on_failure) options_.on_failure(failure_);
+  if (!failure_.empty() && failure_ != report_)
+    std::this_thread::sleep_until(failed_at_ + kCulpritsTimeToEnd);
 }
 
 void Watch::report(const std::string& text) noexcept try {
@@ -180,15 +184,14 @@ bool Watch::enter(Phase phase) {
 }
 
 void Watch::fail(const std::string& text) {
-  bool is_own = false;
   {
     const std::lock_guard lock(mutex_);
     if (phase_ != Phase::kWatching || !failure_.empty()) return;
     failure_ = text;
-    is_own = text == report_;
+    failed_at_ = Clock::now();
   }
   if (options_.journal) options_.journal->note(JournalEvent::kFailure, text);
-  if (options_.on_failure && !is_own) options_.on_failure(text);
+  if (options_.on_failure) options_.on_failure(text);
   enter(Phase::kOver);
 }
 

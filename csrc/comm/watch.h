@@ -21,9 +21,7 @@ struct WatchOptions {
   // How long a rank, or the store, may be silent. At least twice the interval.
   std::chrono::milliseconds peer_timeout{std::chrono::seconds(30)};
   // Called at most once, from a thread of the watch, with the first failure of the job: the same text on all
-  // ranks, unless the store itself was lost. On the rank that reported it only by the destructor: its process
-  // should end before the others hear of it, who ask whoever started them what came first. Must not throw,
-  // nor wait for the watch.
+  // ranks, unless the store itself was lost. Must not throw, nor wait for the watch.
   std::function<void(const std::string&)> on_failure;
   std::shared_ptr<Journal> journal;  // gets stalls and the failure; may be null
 };
@@ -41,14 +39,13 @@ class Watch {
  public:
   // Throws as TcpStore::connect does; InvalidArgument for intervals that make no sense.
   explicit Watch(WatchOptions options);
-  // Says goodbye; never waits longer than a second.
+  // Says goodbye. After a failure that another rank reported it first gives that rank 300 ms to end.
   ~Watch();
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 
-  // This rank has failed: `text`, cut to 4 KiB, is told to all ranks, as soon as this one has ended, or after
-  // 300 ms. Returns when the store has it, or after a second. From any thread but the watch's own; nothing in
-  // a forked child.
+  // This rank has failed: `text`, cut to 4 KiB, is told to all ranks at once, this one included. Returns when
+  // the store has it, or after a second. From any thread but the watch's own; nothing in a forked child.
   void report(const std::string& text) noexcept;
   // "rank 2 (host a, pid 123)", this one.
   const std::string& self_text() const { return self_text_; }
@@ -84,6 +81,7 @@ class Watch {
   std::condition_variable over_;  // the phase is another
   Phase phase_ = Phase::kWatching;
   std::string report_, failure_;
+  std::chrono::steady_clock::time_point failed_at_;
   std::atomic<bool> frozen_{false};
   std::atomic<uint64_t> num_rounds_{0};
   std::atomic<int64_t> num_stalls_{0};

@@ -95,7 +95,7 @@ void World::report_failure(const std::string& text) noexcept {
 }
 
 void World::leave() noexcept {
-  if (watch_ && watch_->failure().empty()) watch_.reset();  // else there is nobody to say goodbye to
+  watch_.reset();
   if (journal_) journal_->close();
 }
 

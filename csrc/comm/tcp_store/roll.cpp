@@ -12,7 +12,6 @@ using std::chrono::duration_cast;
 using std::chrono::milliseconds;
 
 constexpr auto kTimeToEnd = milliseconds(200);
-constexpr auto kReportersTimeToEnd = milliseconds(300);
 constexpr size_t kMaxWordBytes = 256;
 
 }  // namespace
@@ -102,14 +101,7 @@ void Roll::look(Time now) {
     }
     text += state_text(entry.watched);
   }
-  failure_ = text;
-}
-
-void Roll::report(int rank, const std::string& text, Time now) {
-  if (!failure_.empty()) return;
-  failure_ = text;
-  reporter_ = rank;
-  tell_at_ = now + kReportersTimeToEnd;
+  fail(text);
 }
 
 }  // namespace polyreme

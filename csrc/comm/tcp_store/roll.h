@@ -68,16 +68,12 @@ class Roll {
   // text), or silent for longer than their peer timeout.
   void look(Time now);
 
-  // The rank has failed, and says why. The first failure stays.
-  void report(int rank, const std::string& text, Time now);
+  // The first one stays.
+  void fail(const std::string& text) {
+    if (failure_.empty()) failure_ = text;
+  }
   // Empty: none yet.
   const std::string& failure() const { return failure_; }
-  // Whether the others may hear of it. A rank that reported is given 300 ms to end first: whoever started the
-  // ranks should find the cause before its consequences.
-  bool may_tell(Time now) const {
-    return !failure_.empty() &&
-           (now >= tell_at_ || !ranks_.contains(reporter_) || ranks_.at(reporter_).closed);
-  }
   bool empty() const { return ranks_.empty(); }
 
  private:
@@ -88,8 +84,6 @@ class Roll {
   };
   std::map<int, Entry> ranks_;
   std::string failure_;
-  int reporter_ = -1;
-  Time tell_at_{0};
 };
 
 }  // namespace polyreme

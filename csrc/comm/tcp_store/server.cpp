@@ -228,7 +228,7 @@ void StoreServer::answer_watch(Connection& connection, const Request& request) {
   if (rank < 0) return drop_malformed(connection);
   if (request.operation == Operation::kLeave) return roll_.leave(rank);
   if (request.operation == Operation::kReport) {
-    roll_.report(rank, request.value, awake_.now());
+    roll_.fail(request.value);
     return reply(connection, Status::kFailed, request.id, roll_.failure());
   }
   const auto stalled = roll_.beat(rank, awake_.now());
@@ -247,12 +247,9 @@ void StoreServer::look_after_watches() {
     roll_.look(awake_.now());
     next_look_ = awake_.now() + kLookInterval / 2;
   }
-  const bool ends = ending_.load();
-  if (!told_failure_.load() && (roll_.may_tell(awake_.now()) || (ends && !roll_.failure().empty()))) {
+  if (!roll_.failure().empty() && !told_failure_.exchange(true))
     tell_watches(Status::kFailed, roll_.failure());
-    told_failure_.store(true);
-  }
-  if (ends && !std::exchange(told_end_, true)) tell_watches(Status::kEnded, "");
+  if (ending_.load() && !std::exchange(told_end_, true)) tell_watches(Status::kEnded, "");
 }
 
 // False if the store is full. Otherwise whoever waits for the key gets it.

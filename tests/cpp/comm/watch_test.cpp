@@ -112,7 +112,7 @@ TEST(WatchMp, F26_AShortStopIsAStallAndNothingElse) {
     Failure failure;
     Watch watch(options_of(self.store_options(), rank, failure));
     meet(self, store, 3);
-    const std::string text = failure.text(2 * kTimeout);
+    const std::string text = failure.text(kTimeout + 2 * kInterval);
     require<PeerLost>(text == "no failure", text);
     require(rank != 2 || watch.num_stalls() == 1, "stalls: ", watch.num_stalls());
   });
@@ -127,7 +127,7 @@ TEST(WatchMp, F26_AShortStopOfTheStoresHostIsNoFailure) {
     Failure failure;
     Watch watch(options_of(self.store_options(), rank, failure));
     meet(self, store, 3);
-    const std::string text = failure.text(2 * kTimeout);
+    const std::string text = failure.text(kTimeout + 2 * kInterval);
     require<PeerLost>(text == "no failure", text);
     require(rank == 0 || watch.num_stalls() == 1, "stalls: ", watch.num_stalls());
   });
@@ -143,7 +143,7 @@ TEST(WatchMp, F26_AWholeJobThatIsSuspendedGoesOn) {
     Failure failure;
     Watch watch(options_of(self.store_options(), rank, failure));
     meet(self, store, 3);
-    const std::string text = failure.text(3 * kTimeout);
+    const std::string text = failure.text(kTimeout + 6 * kInterval);
     require<PeerLost>(text == "no failure", text);
   });
   for (const int rank : {0, 1, 2}) job.ranks.kill(rank, SIGSTOP);
@@ -237,11 +237,7 @@ TEST_F(WatchTest, F22_TheFirstReportReachesAllAtOnce) {
   }
   watches[1]->report("rank 1 failed: ValueError: boom");
   watches[2]->report("rank 2 failed, because of rank 1");
-  for (const int r : {0, 2}) EXPECT_EQ(failures[r].text(), "rank 1 failed: ValueError: boom");
-  EXPECT_FALSE(failures[1].comes_within(milliseconds(0)));
-  EXPECT_EQ(watches[1]->failure(), "rank 1 failed: ValueError: boom");
-  watches[1].reset();
-  EXPECT_EQ(failures[1].text(), "rank 1 failed: ValueError: boom");
+  for (Failure& failure : failures) EXPECT_EQ(failure.text(), "rank 1 failed: ValueError: boom");
   EXPECT_EQ(watches[0]->failure(), "rank 1 failed: ValueError: boom");
 
   Failure late;
@@ -298,23 +294,10 @@ TEST(Roll, NamesWhoIsSilentAndOnlyOnce) {
   roll.look(milliseconds(1100));
   EXPECT_EQ(roll.failure(),
             concat("lost ", rank_text(1, getpid()), ": no heartbeat for 1 s; the process is alive"));
-  EXPECT_TRUE(roll.may_tell(milliseconds(1100)));
-  roll.report(0, "another", seconds(2));
+  roll.fail("another");
   roll.look(seconds(10));
   EXPECT_EQ(roll.failure().find("another"), std::string::npos);
   EXPECT_EQ(roll.failure().find("rank 0"), std::string::npos);
-}
-
-TEST(Roll, AReporterIsGivenTimeToEnd) {
-  const Watched watched = this_watched(milliseconds(100), milliseconds(1000));
-  Roll roll;
-  for (const int rank : {0, 1}) roll.join(rank, watched, seconds(0));
-  roll.report(1, "why", milliseconds(10));
-  EXPECT_EQ(roll.failure(), "why");
-  EXPECT_FALSE(roll.may_tell(milliseconds(300)));
-  EXPECT_TRUE(roll.may_tell(milliseconds(310)));
-  roll.close(1, milliseconds(20));
-  EXPECT_TRUE(roll.may_tell(milliseconds(20)));
 }
 
 TEST(AwakeClock, APauseCountsAsMuchAsItMay) {
