@@ -278,10 +278,12 @@ TEST_F(EmulatedNccl, ARankThatDoesNotCallIsNamedByTheTimeout) {
         if (comm.rank() == 1) std::this_thread::sleep_for(milliseconds(2500));
         comm.all_reduce(data, ReduceOp::kSum, *stream)->wait();
       });
-  for (const std::string& outcome : outcomes)
+  for (const std::string& outcome : outcomes) {
     expect_parts(outcome, {"Timeout: group 'world', all_reduce float32[4] sum, sequence 2, rank ",
                            "no end after 400 ms", "; rank 1 (host ",
                            "has not called it, its last call was all_reduce (sequence 1)"});
+    EXPECT_EQ(outcome.find("does not answer"), std::string::npos) << outcome;
+  }
 }
 
 TEST_F(EmulatedNccl, ARankThatLeftIsNamed) {
