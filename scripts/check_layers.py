@@ -8,6 +8,8 @@
    emitted with AVX-512 code in it, and the linker could choose that copy for every machine.
    (check_isa_objects.py looks at the objects themselves.)
 4. C++ sources are ASCII.
+5. CUDA sources start kernels by the macro of kernels/launch.h and keep to what runs on the CPU in tests too:
+   no <<<, __shared__ or __CUDA_ARCH__.
 
 A module `a_b` lives in csrc/a/b if that folder exists, else in csrc/a_b. The extension module lives
 in csrc/bindings and may include everything.
@@ -36,6 +38,8 @@ VENDOR_HEADERS = (
     (re.compile(r"^nccl"), {"nccl"}),
     (re.compile(r"^mpi(-ext)?\.h$"), {"mpi"}),
 )
+
+CUDA_ONLY = re.compile(r"<<<|__shared__|__CUDA_ARCH__")
 
 KERNELS = "csrc/ops/cpu/kernels/"
 # Everything inline in them is forced inline, or not used by kernels.
@@ -154,6 +158,15 @@ def check_ascii(path: str, text: str) -> Iterator[str]:
             yield f"{path}:{number}: {character!r} is not ASCII"
 
 
+def check_cuda(path: str, text: str) -> Iterator[str]:
+    """Rule 5."""
+    if not path.endswith((".cu", ".cuh")):
+        return
+    for number, line in enumerate(text.splitlines(), start=1):
+        for match in CUDA_ONLY.findall(line.split("//")[0]):
+            yield f"{path}:{number}: {match} does not run on the CPU; see kernels/launch.h"
+
+
 def check(root: Path) -> list[str]:
     """All violations under `root`."""
     modules = read_modules(root)
@@ -172,6 +185,7 @@ def check(root: Path) -> list[str]:
             problems += check_vendors(path, includes)
             problems += check_kernels(path, includes)
             problems += check_ascii(path, text)
+            problems += check_cuda(path, text)
     return problems
 
 

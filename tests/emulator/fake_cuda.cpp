@@ -46,7 +46,11 @@ struct State {
   std::set<int> frozen;
   char* arena = nullptr;
   size_t used = 0;
-  std::map<void*, size_t> blocks;
+  struct Block {
+    size_t bytes;
+    int gpu;
+  };
+  std::map<void*, Block> blocks;
   uint64_t in_use = 0;
   int open = 0;  // MemoryAccess objects
 };
@@ -257,26 +261,40 @@ cudaError_t cudaMalloc(void** address, size_t size_bytes) {
   *address = state().arena + state().used;
   state().used += bytes;
   state().in_use += bytes;
-  state().blocks[*address] = bytes;
+  state().blocks[*address] = {bytes, current_gpu};
   const MemoryAccess access;
   std::memset(*address, 0xff, bytes);
   return cudaSuccess;
 }
+// Waits for all that its GPU has to do.
 cudaError_t cudaFree(void* address) {
+  int gpu = -1;
+  {
+    const Lock lock;
+    const auto it = state().blocks.find(address);
+    if (it == state().blocks.end()) return give(cudaErrorInvalidValue);
+    gpu = it->second.gpu;
+  }
+  progress_until([gpu] {
+    return state().frozen.contains(gpu) ||
+           std::all_of(state().streams.begin(), state().streams.end(),
+                       [gpu](const auto& stream) { return stream->gpu != gpu || stream->steps.empty(); });
+  });
   const Lock lock;
   const auto it = state().blocks.find(address);
-  if (it == state().blocks.end()) return give(cudaErrorInvalidValue);
-  state().in_use -= it->second;
+  const size_t bytes = it->second.bytes;
+  state().in_use -= bytes;
   {
     const MemoryAccess access;
-    std::memset(address, 0xff, it->second);
+    std::memset(address, 0xff, bytes);
   }
   state().blocks.erase(it);
   // The end of what is used: each access opens and closes all of it.
   const auto last = state().blocks.rbegin();
-  state().used = last == state().blocks.rend()
-                     ? 0
-                     : static_cast<size_t>(static_cast<char*>(last->first) - state().arena) + last->second;
+  state().used =
+      last == state().blocks.rend()
+          ? 0
+          : static_cast<size_t>(static_cast<char*>(last->first) - state().arena) + last->second.bytes;
   return cudaSuccess;
 }
 cudaError_t cudaMallocHost(void** address, size_t size_bytes) {

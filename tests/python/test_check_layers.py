@@ -81,6 +81,7 @@ def test_clean_tree_passes(tmp_path: Path) -> None:
         ("tests/cpp/mesh/m_test.cpp", "#include <cudnn.h>\n", "<cudnn.h> belongs to a backend"),
         ("csrc/ops/cpu/kernels/k.cpp", "#include <vector>\n", "a kernel may not include <vector>"),
         ("csrc/ops/cpu/kernels/k.cpp", '#include "base/a.h"\n', "a kernel may not include base/a.h"),
+        ("kernels/k.cu", "// <<<\nk<<<1, 2>>>();\n", "kernels/k.cu:2: <<< does not run on the CPU"),
         ("csrc/base/a.cpp", "// \u00fcber\n", "csrc/base/a.cpp:1: '\u00fc' is not ASCII"),
         (
             "csrc/CMakeLists.txt",

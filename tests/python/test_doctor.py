@@ -88,7 +88,8 @@ def test_what_is_absent_is_said_with_the_reason():
     text = report["backends"]["nccl"]["text"]
     assert report["nccl"]["message"] in text
     if report["nccl"]["loaded"]:
-        assert text.startswith(f"NCCL {build['nccl_version']}")
+        assert text.startswith("NCCL 2.")
+        assert report["nccl"]["version"] > 20000
     else:
         assert "build polyreme again" in text or "could not be loaded" in text
     assert not report["backends"]["nccl"]["usable"]

@@ -75,19 +75,18 @@ std::unique_ptr<Work> NcclCommunicator::issue(CollectiveCall call, const CallMem
           family_->device().description(), "; the stream is of ", stream.device().description());
   CallLedger::Line& line = group_->ledger.of(call.op);
   call.sequence = CallLedger::sequence_of(line.posted) + 1;
-  if (options_.check_calls) talk([&] { compare(call, memory); });
-
   auto pending = std::make_shared<NcclCall>();
   pending->group = group_;
   pending->call = call;
-  pending->entry = journal_.enqueue(call, call.count * static_cast<int64_t>(dtype_size(call.dtype)));
   pending->started = family_->device().create_event();
   pending->done = family_->device().create_event();
-  const NcclFamily::Issuing issuing(*family_);
-  family_->put_in_order(stream);
-  stream.record(*pending->started);
+  pending->entry = journal_.enqueue(call, call.count * static_cast<int64_t>(dtype_size(call.dtype)));
   line.posted = CallLedger::mark_of(call);
+  if (options_.check_calls) talk([&] { compare(call, memory); });
+  const NcclFamily::Issuing issuing(*family_);
   try {
+    family_->put_in_order(stream);
+    stream.record(*pending->started);
     enqueue(call, memory, tensors, cuda_stream);
     stream.record(*pending->done);
   } catch (const std::exception& failure) {

@@ -115,8 +115,17 @@ std::pair<FailureKind, std::string> NcclFamily::publish(FailureKind kind, const 
       store().set(base + "/alarm", group == nullptr ? "-" : group->base);
       return {kind, full};
     }
-    const std::string first = store().get(base + "/failure", kVerdictLimit);
-    return {static_cast<FailureKind>(first.at(0) - '0'), first.substr(1)};
+    // Another rank did, and may ask this one.
+    for (const auto deadline = Clock::now() + kVerdictLimit; Clock::now() < deadline;) {
+      {
+        const std::lock_guard lock(look_mutex_);
+        answer_alarm();
+      }
+      if (const auto first = store().try_get(base + "/failure"))
+        return {static_cast<FailureKind>(first->at(0) - '0'), first->substr(1)};
+      std::this_thread::sleep_for(milliseconds(10));
+    }
+    return {kind, full};
   } catch (const std::exception& lost) {
     return {kind, concat(full, "; the other ranks could not be told: ", lost.what())};
   }
@@ -330,7 +339,7 @@ void NcclFamily::look() {
   if (!lock || failed_ || Clock::now() < next_look_) return;
   next_look_ = Clock::now() + kStoreInterval;
   try {
-    look_for_alarm();
+    look_for_failure();
   } catch (const Error& lost) {
     accept_lost_store(lost.what());
   }
@@ -347,15 +356,19 @@ std::string NcclFamily::last_call(const std::string& group_base) const {
   return "0 to leave the group";
 }
 
-void NcclFamily::look_for_alarm() {
-  const std::string& base = options_.base;
-  if (!alarmed_) {
-    const auto alarm = store().try_get(base + "/alarm");
-    if (!alarm) return;
-    alarmed_ = Clock::now();
-    store().set(concat(base, "/mark/", options_.rank), last_call(*alarm));
-  }
-  if (const auto failure = store().try_get(base + "/failure")) {
+// Tells a rank that asks what this one called last. Needs look_mutex_.
+void NcclFamily::answer_alarm() {
+  if (alarmed_) return;
+  const auto alarm = store().try_get(options_.base + "/alarm");
+  if (!alarm) return;
+  alarmed_ = Clock::now();
+  store().set(concat(options_.base, "/mark/", options_.rank), last_call(*alarm));
+}
+
+void NcclFamily::look_for_failure() {
+  answer_alarm();
+  if (!alarmed_) return;
+  if (const auto failure = store().try_get(options_.base + "/failure")) {
     accept(static_cast<FailureKind>(failure->at(0) - '0'), failure->substr(1));
   } else if (Clock::now() - *alarmed_ > kVerdictLimit) {
     accept(FailureKind::kPeerLost, "a rank raised an alarm and went silent before it could say why");

@@ -135,7 +135,8 @@ class NcclFamily {
 
   void watch();
   void look();
-  void look_for_alarm();
+  void answer_alarm();
+  void look_for_failure();
   void look_for_lost_peers(const NcclGroup& group, const CollectiveCall& call);
   void look_after_oldest();
   void look_for_errors();

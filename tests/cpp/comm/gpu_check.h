@@ -152,7 +152,8 @@ inline void check_against_local(const Options& options) {
   std::vector<conformance::Bytes> on_cpu(static_cast<size_t>(options.num_gpus)), on_gpu = on_cpu;
   const auto sum = [&](Communicator& comm, Device& device, std::vector<conformance::Bytes>& results) {
     const auto stream = device.create_stream("sum");
-    const conformance::Guarded data(device, trial.dtype, conformance::drawn(trial, comm.rank(), kCount));
+    const conformance::Guarded data({comm, device, *stream}, trial.dtype,
+                                    conformance::drawn(trial, comm.rank(), kCount));
     comm.all_reduce(data, ReduceOp::kSum, *stream)->wait();
     results[static_cast<size_t>(comm.rank())] = data.bytes();
   };

@@ -4,7 +4,6 @@
 
 #include <numeric>
 
-#include "base/build_info.h"
 #include "comm/conformance.h"
 #include "comm/gpu_check.h"
 #include "comm/memory_store.h"
@@ -279,10 +278,12 @@ TEST_F(EmulatedNccl, ARankThatDoesNotCallIsNamedByTheTimeout) {
         if (comm.rank() == 1) std::this_thread::sleep_for(milliseconds(2500));
         comm.all_reduce(data, ReduceOp::kSum, *stream)->wait();
       });
-  for (const std::string& outcome : outcomes)
+  for (const std::string& outcome : outcomes) {
     expect_parts(outcome, {"Timeout: group 'world', all_reduce float32[4] sum, sequence 2, rank ",
                            "no end after 400 ms", "; rank 1 (host ",
                            "has not called it, its last call was all_reduce (sequence 1)"});
+    EXPECT_EQ(outcome.find("does not answer"), std::string::npos) << outcome;
+  }
 }
 
 TEST_F(EmulatedNccl, ARankThatLeftIsNamed) {
@@ -419,8 +420,9 @@ TEST(NcclLoader, WithoutTheLibrarySaysNotBuilt) {
 TEST(NcclLoader, TheBuiltLibraryKnowsItsVersion) {
   const NcclProbe probe = probe_nccl();
   ASSERT_TRUE(probe.loaded) << probe.message;
-  EXPECT_EQ(nccl_version_text(probe.version), build_info().nccl_version);
-  EXPECT_EQ(probe.message, "NCCL " + build_info().nccl_version);
+  // Of the library that is found, which may be newer than the header.
+  EXPECT_GE(probe.version, 22700);
+  EXPECT_EQ(probe.message, "NCCL " + nccl_version_text(probe.version));
 }
 
 }  // namespace
