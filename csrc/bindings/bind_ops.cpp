@@ -37,31 +37,39 @@ double time_gemm(const World& world, int64_t m, int64_t n, int64_t k, bool trans
   return best;
 }
 
-// Seconds of one collective over the world on float32 data; collective. `count` is what a rank holds in
-// full: the data of all_reduce, the input of reduce_scatter, the output of all_gather (multiples of the
-// size).
-double time_collective(const World& world, const std::string& op, int64_t count) {
+// Seconds of one collective over the world on float32 data, the mean of `iterations` in a row; collective.
+// `count` is what a rank holds in full: the data of all_reduce, the input of reduce_scatter, the output of
+// all_gather (multiples of the size). `staged`: in memory of the device, not in that of the group.
+double time_collective(const World& world, const std::string& op, int64_t count, int iterations,
+                       bool staged) {
   Communicator& group = world.communicator();
   require(count >= 1 && count % group.size() == 0, "time_collective: count ", count,
           " must be a multiple of the ", group.size(), " ranks");
+  require(iterations >= 1, "time_collective: iterations ", iterations, " must be at least 1");
   const auto stream = world.device().create_stream("collective");
-  const Tensor full = empty(world.device(), DType::kF32, {count}, "full");
-  const Tensor part = empty(world.device(), DType::kF32, {count / group.size()}, "part");
-  fill(*stream, full, 1.0f);
-  fill(*stream, part, 1.0f);
-  stream->synchronize();
+  const auto make = [&](int64_t elements) {
+    const Tensor data = staged ? empty(world.device(), DType::kF32, {elements}, "bench")
+                               : group.allocate(world.device(), DType::kF32, {elements}, "bench");
+    fill(*stream, data, 1.0f);
+    return data;
+  };
+  const Tensor full = make(count), part = make(count / group.size());
+  const auto once = [&] {
+    if (op == "all_reduce")
+      group.all_reduce(full, ReduceOp::kSum, *stream)->wait();
+    else if (op == "reduce_scatter")
+      group.reduce_scatter(full, part, ReduceOp::kSum, *stream)->wait();
+    else if (op == "all_gather")
+      group.all_gather(part, full, *stream)->wait();
+    else
+      throw InvalidArgument(
+          concat("time_collective: '", op, "'; expected all_reduce, reduce_scatter or all_gather"));
+  };
+  once();  // the first one warms up: pages, caches
   group.barrier(std::chrono::minutes(1));
   const int64_t start = FlightRecorder::now_ns();
-  if (op == "all_reduce")
-    group.all_reduce(full, ReduceOp::kSum, *stream)->wait();
-  else if (op == "reduce_scatter")
-    group.reduce_scatter(full, part, ReduceOp::kSum, *stream)->wait();
-  else if (op == "all_gather")
-    group.all_gather(part, full, *stream)->wait();
-  else
-    throw InvalidArgument(
-        concat("time_collective: '", op, "'; expected all_reduce, reduce_scatter or all_gather"));
-  return static_cast<double>(FlightRecorder::now_ns() - start) * 1e-9;
+  for (int i = 0; i < iterations; ++i) once();
+  return static_cast<double>(FlightRecorder::now_ns() - start) * 1e-9 / iterations;
 }
 
 // Seconds that enqueuing one empty operation takes, over `count` of them.
@@ -80,7 +88,7 @@ double time_enqueue(const World& world, int count) {
 void bind_ops(py::module_& m) {
   m.def("time_gemm", &time_gemm, "world"_a, py::kw_only(), "m"_a, "n"_a, "k"_a, "transpose_a"_a,
         "transpose_b"_a, "repeats"_a, py::call_guard<py::gil_scoped_release>());
-  m.def("time_collective", &time_collective, "world"_a, "op"_a, "count"_a,
+  m.def("time_collective", &time_collective, "world"_a, "op"_a, "count"_a, "iterations"_a, "staged"_a,
         py::call_guard<py::gil_scoped_release>());
   m.def("time_enqueue", &time_enqueue, "world"_a, "count"_a, py::call_guard<py::gil_scoped_release>());
 }

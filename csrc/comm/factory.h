@@ -20,7 +20,7 @@ std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, co
 
 // This process as rank `rank` of `size` processes of one host, over POSIX shared memory. Collective:
 // the ranks find each other through `store`, and the memory has no name any more when the call
-// returns. If rank 0 is killed before, /dev/shm/polyreme-<job_id>-* is left for the launcher to
+// returns. If a rank is killed before, /dev/shm/polyreme-<job_id>-* is left for the launcher to
 // remove. A group of one takes no shared memory and does not use the store.
 // Throws InvalidArgument for a bad argument (see make_posix_source), OutOfMemory if /dev/shm is too
 // small, CommError if a rank is on another host, PeerLost, Timeout.

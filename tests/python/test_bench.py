@@ -8,9 +8,12 @@ import polyreme as pr
 import pytest
 from helpers import polyreme
 from polyreme.bench import gemm
+from polyreme.bench.comm import bench_comm as run_bench_comm
 from polyreme.bench.comm import render_comm
 from polyreme.bench.gemm import bench_gemm, render_gemm
+from polyreme.bench.mpi_rival import find_open_mpi
 from polyreme.bench.step import bench_step, render_step
+from polyreme.errors import NotAvailable
 
 pytestmark = pytest.mark.mp
 
@@ -135,8 +138,12 @@ def test_comm_json():
         (op, size) for size in (8, 4096) for op in ops
     ]
     for row in result["rows"]:
-        assert row["seconds"]["polyreme"] > 0
-        assert set(row["bus_gb_s"]) == {"polyreme"}
+        assert set(row["bus_gb_s"]) == set(row["seconds"]) == {"polyreme", "staged"}
+        for who, seconds in row["seconds"].items():
+            low, high = row["spread"][who]
+            assert 0 < low <= seconds <= high
+    assert result["cpus"] >= 1
+    assert result["load_average"] >= 0
     table = "\n".join(render_comm(result))
     assert all(op in table for op in ops)
     assert "bytes are those measured" in table
@@ -147,7 +154,25 @@ def test_comm_against_gloo():
     import reference  # noqa: F401  (skips where PyTorch is missing)
 
     for row in bench_comm("--against", "gloo")["rows"]:
-        assert set(row["seconds"]) == set(row["bus_gb_s"]) == {"polyreme", "gloo"}
+        assert set(row["seconds"]) == set(row["bus_gb_s"]) == {"polyreme", "staged", "gloo"}
+
+
+def test_comm_against_open_mpi():
+    try:
+        find_open_mpi()
+    except NotAvailable as error:
+        pytest.skip(str(error))
+    result = bench_comm("--against", "mpi")
+    for row in result["rows"]:
+        assert set(row["seconds"]) == set(row["bus_gb_s"]) == {"polyreme", "staged", "mpi"}
+        assert row["seconds"]["mpi"] > 0
+    assert "mpi" in "\n".join(render_comm(result))
+
+
+def test_comm_without_open_mpi(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(NotAvailable, match="libopenmpi-dev"):
+        run_bench_comm(ranks=2, sizes=[4], repeats=1, against=["mpi"])
 
 
 @pytest.mark.parametrize(
@@ -168,7 +193,7 @@ def test_comm_against_gloo():
         ("step", ["--steps", 0], ["steps=0"]),
         ("comm", ["--ranks", 1], ["ranks=1", "2 ranks"]),
         ("comm", ["--sizes", "1k"], ["--sizes 1k", "bytes"]),
-        ("comm", ["--against", "mpi"], ["--against mpi", "gloo"]),
+        ("comm", ["--against", "nccl"], ["--against nccl", "gloo, mpi"]),
     ],
 )
 def test_bad_arguments_are_told_in_one_line(kind, options, words):

@@ -1,11 +1,13 @@
-"""A rank of `bench comm`: times collectives of its own world and, in turn, of Gloo.
+"""A rank of `bench comm`: times collectives of its own world and, in turn, of its rivals.
 
 Started by `polyreme run`; rank 0 prints one JSON object, the list of rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -18,6 +20,11 @@ import polyreme as pr
 from polyreme import _core
 from polyreme.errors import NotAvailable
 
+from .mpi_rival import MpiJob
+
+# Seconds of one operation, from its name, the floats that a rank holds in full, and how often in a row.
+Contender = Callable[[str, int, int], float]
+
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -26,8 +33,13 @@ def bus_factor(op: str, ranks: int) -> float:
     return (2.0 if op == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
 
-def make_gloo(world: pr.World, rendezvous: str) -> Callable[[str, int], float]:
-    """Gloo through PyTorch: a function of (op, count) that returns seconds."""
+def iterations_for(size: int) -> int:
+    """In a row, so that a turn is long against its start and short against the load of the machine."""
+    return 200 if size <= 1 << 16 else 20 if size <= 1 << 20 else 3 if size <= 1 << 24 else 1
+
+
+def make_gloo(world: pr.World, rendezvous: str) -> Contender:
+    """Gloo through PyTorch."""
     try:
         import torch
         import torch.distributed as dist
@@ -38,45 +50,72 @@ def make_gloo(world: pr.World, rendezvous: str) -> Callable[[str, int], float]:
         "gloo", init_method=f"file://{rendezvous}", rank=world.rank, world_size=world.size
     )
 
-    def run(op: str, count: int) -> float:
+    def run(op: str, count: int, iterations: int) -> float:
         full, part = torch.ones(count), torch.ones(count // world.size)
-        calls = {
+        calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda: dist.all_reduce(full),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, full),
             "all_gather": lambda: dist.all_gather_into_tensor(full, part),
         }
+        call = calls[op]
+        call()
         world.barrier()
         start = time.perf_counter()
-        calls[op]()
-        return time.perf_counter() - start
+        for _ in range(iterations):
+            call()
+        return (time.perf_counter() - start) / iterations
 
     return run
 
 
-def measure(world: pr.World, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of {op, bytes, seconds: {who: median}, bus_gb_s: {who: rate}}; the slowest rank counts."""
-    group = pr.Mesh(world)["dp"]
-    contenders: dict[str, Callable[[str, int], float]] = {
-        "polyreme": lambda op, count: _core.time_collective(world._core, op, count)
-    }
+def make_contenders(
+    world: pr.World, settings: dict[str, Any], stack: contextlib.ExitStack
+) -> dict[str, Contender]:
+    """Ours in the memory of the group and in that of the device, and the rivals that were asked for."""
+
+    def ours(staged: bool) -> Contender:
+        return lambda op, count, iterations: _core.time_collective(world._core, op, count, iterations, staged)
+
+    contenders = {"polyreme": ours(False), "staged": ours(True)}
     if "gloo" in settings["against"]:
         contenders["gloo"] = make_gloo(world, settings["rendezvous"])
+    if "mpi" in settings["against"]:
+        # One rank drives the job; the others report nothing, and wait asleep.
+        contenders["mpi"] = lambda op, count, iterations: 0.0
+        if world.rank == 0:
+            contenders["mpi"] = stack.enter_context(MpiJob(world.size)).time
+    return contenders
+
+
+def measure(world: pr.World, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of {op, bytes, seconds, spread, bus_gb_s}, each by contender; the slowest rank counts."""
+    group = pr.Mesh(world)["dp"]
     rows = []
-    for size in settings["sizes"]:
-        count = max(1, size // 4 // world.size) * world.size
-        repeats = settings["repeats"] if size > 1 << 20 else 5 * settings["repeats"]
-        for op in OPS:
-            times: dict[str, list[float]] = {who: [] for who in contenders}
-            for index in range(repeats + 1):
-                for who, run in contenders.items():
-                    seconds = float(group.all_reduce(np.array([run(op, count)]), "max")[0])
-                    if index > 0:  # the first one warms up
-                        times[who].append(seconds)
-            medians = {who: statistics.median(values) for who, values in times.items()}
-            bus = 4e-9 * count * bus_factor(op, world.size)
-            rates = {who: bus / seconds for who, seconds in medians.items()}
-            rows.append({"op": op, "bytes": 4 * count, "seconds": medians, "bus_gb_s": rates})
+    with contextlib.ExitStack() as stack:
+        contenders = make_contenders(world, settings, stack)
+        for size in settings["sizes"]:
+            count = max(1, size // 4 // world.size) * world.size
+            for op in OPS:
+                times: dict[str, list[float]] = {who: [] for who in contenders}
+                for _ in range(settings["repeats"]):
+                    for who, run in contenders.items():
+                        seconds = run(op, count, iterations_for(size))
+                        times[who].append(float(group.all_reduce(np.array([seconds]), "max")[0]))
+                rows.append(summary(op, count, world.size, times))
     return rows
+
+
+def summary(op: str, count: int, ranks: int, times: dict[str, list[float]]) -> dict[str, Any]:
+    """A row: the median, the lowest and the highest of the turns of each contender."""
+    medians = {who: statistics.median(values) for who, values in times.items()}
+    bus = 4e-9 * count * bus_factor(op, ranks)
+    return {
+        "op": op,
+        "bytes": 4 * count,
+        "seconds": medians,
+        "spread": {who: [min(values), max(values)] for who, values in times.items()},
+        "bus_gb_s": {who: bus / seconds for who, seconds in medians.items()},
+    }
 
 
 def main() -> None:
@@ -92,7 +131,14 @@ def main() -> None:
         copies.append(source.nbytes * 1e-9 / (time.perf_counter() - start))
     world.barrier()
     if world.rank == 0:
-        print(json.dumps({"ranks": world.size, "rows": rows, "memcpy_gb_s": max(copies)}), flush=True)
+        result = {
+            "ranks": world.size,
+            "cpus": len(os.sched_getaffinity(0)),
+            "load_average": os.getloadavg()[0],
+            "rows": rows,
+            "memcpy_gb_s": max(copies),
+        }
+        print(json.dumps(result), flush=True)
     world.barrier()
 
 

@@ -19,14 +19,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     comm.add_argument("--ranks", type=int, default=2, metavar="N", help="(default 2)")
     comm.add_argument(
         "--sizes",
-        default="4,1024,65536,1048576,16777216,67108864",
+        default="4,1024,65536,1048576,16777216,268435456",
         metavar="LIST",
         help="bytes of the payload, measured in multiples of 4 bytes for each rank",
     )
     comm.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="five times that up to 1 MiB (default 5)"
+        "--repeats", type=int, default=7, metavar="N", help="turns of each contender (default 7)"
     )
-    comm.add_argument("--against", default="", metavar="LIST", help="gloo (through PyTorch)")
+    comm.add_argument("--against", default="", metavar="LIST", help="gloo (through PyTorch), mpi (Open MPI)")
     comm.add_argument("--json", action="store_true", help="print the result as JSON")
     for each in (gemm, step):
         size = each.add_argument_group("model")

@@ -146,6 +146,38 @@ TEST(LocalFault, AbortFromAnotherThreadEndsTheWait) {
     expect_text(outcome, "PeerLost", {"rank 2 (host", "aborted the group: the loader failed: bad file"});
 }
 
+// Ranks that are threads read each other's memory in place: a rank that fails must not take its memory away
+// from under a reader, nor may a rank begin to read when another one has failed.
+TEST(LocalFault, AbortWhileTheRanksReadEachOther) {
+  for (const CpuExecutor executor : {CpuExecutor::kImmediate, CpuExecutor::kDeferred})
+    for (int round = 0; round < 6; ++round) {
+      const Outcomes outcomes = run(
+          3, seconds(60),
+          [&](Communicator& comm, Device& device) {
+            const auto stream = device.create_stream("test");
+            std::thread other;
+            if (comm.rank() == 1)
+              other = std::thread([&comm, round] {
+                std::this_thread::sleep_for(milliseconds(3 + 2 * round));
+                comm.abort("enough");
+              });
+            try {
+              while (true) {
+                const Tensor data = to_device(device, std::vector<float>(200'000, 1.0F));
+                comm.all_reduce(data, ReduceOp::kMax, *stream)->wait();
+                comm.broadcast(data, 0, *stream)->wait();
+              }
+            } catch (const PeerLost&) {
+              if (other.joinable()) other.join();
+              throw;
+            }
+          },
+          executor);
+      for (const std::string& outcome : outcomes)
+        expect_text(outcome, "PeerLost", {"rank 1 (host", "enough"});
+    }
+}
+
 TEST(LocalFault, AnExceptionOnOneRankReachesTheOthersAsItsDeparture) {
   const Clock::time_point start = Clock::now();
   const Outcomes outcomes = run(3, seconds(60), [](Communicator& comm, Device&) {

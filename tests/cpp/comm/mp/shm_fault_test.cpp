@@ -60,6 +60,31 @@ void reduce_forever(Communicator& comm, RankProcesses& self) {
   }
 }
 
+// Sends and receives in a ring, until something happens: half-written lanes are left behind.
+TEST(ShmFault, F56_ARankIsKilledInAnExchange) {
+  const auto results = run(
+      3, small_chunks(),
+      [](Communicator& comm, RankProcesses& self) {
+        const auto device = make_cpu_device({});
+        const auto stream = device->create_stream("test");
+        const Tensor out = conformance::to_device(*device, std::vector<float>(1 << 16, 1.0F));
+        const Tensor in = conformance::to_device(*device, std::vector<float>(1 << 16));
+        const std::vector<Transfer> transfers = {{Transfer::Kind::kSend, out, (comm.rank() + 1) % 3},
+                                                 {Transfer::Kind::kReceive, in, (comm.rank() + 2) % 3}};
+        for (int i = 0;; ++i) {
+          comm.exchange(transfers, *stream)->wait();
+          if (i == 3) self.ready();
+        }
+      },
+      [](RankProcesses& ranks) {
+        for (int r = 0; r < 3; ++r) ranks.wait_until_ready(r);
+        ranks.kill(1, SIGKILL);
+      });
+  for (const int r : {0, 2})
+    expect_text(results[static_cast<size_t>(r)].outcome, "PeerLost",
+                {"rank 1 (host ", concat("pid ", results[1].pid), "the process has ended"});
+}
+
 TEST(ShmFault, KilledRanksAreNamedByAllOthers) {
   for (const std::vector<int>& victims : {std::vector<int>{2}, std::vector<int>{0}, std::vector<int>{1, 3}}) {
     for (const int signal : {SIGKILL, SIGSEGV}) {
@@ -80,6 +105,31 @@ TEST(ShmFault, KilledRanksAreNamedByAllOthers) {
                     static_cast<int>(survivor.elapsed.count()));
       }
     }
+  }
+}
+
+// Its memory is still mapped by the others, who may be reading it.
+TEST(ShmFault, F56_ARankIsKilledWhileOthersReadItsMemory) {
+  for (int round = 0; round < 3; ++round) {
+    const auto results = run(
+        3, small_chunks(),
+        [](Communicator& comm, RankProcesses& self) {
+          const auto device = make_cpu_device({});
+          const auto stream = device->create_stream("test");
+          const Tensor data = comm.allocate(*device, DType::kF32, {1 << 20}, "test");
+          std::fill_n(data.address<float>(), data.numel(), 1.0F);
+          for (int i = 0;; ++i) {
+            comm.all_reduce(data, ReduceOp::kMax, *stream)->wait();
+            if (i == 3) self.ready();
+          }
+        },
+        [](RankProcesses& ranks) {
+          for (int r = 0; r < 3; ++r) ranks.wait_until_ready(r);
+          ranks.kill(1, SIGKILL);
+        });
+    for (const int r : {0, 2})
+      expect_text(results[static_cast<size_t>(r)].outcome, "PeerLost",
+                  {"rank 1 (host ", concat("pid ", results[1].pid), "the process has ended"});
   }
 }
 
