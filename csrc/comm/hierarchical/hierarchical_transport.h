@@ -24,8 +24,8 @@ namespace polyreme {
 // A failure of one of the groups breaks all three.
 class HierarchicalTransport final : public Transport {
  public:
-  // hosts[r]: a number of the host of rank r. `host`: a group of the ranks of this host, in order of rank,
-  // that attach() has opened; may be null where host_grid(hosts) is. Collective over `flat`.
+  // hosts[r]: a number of the host of rank r. `host` has the ranks of this one, in order of rank, and may be
+  // null where host_grid(hosts) is. Collective over `flat`; opens `host`.
   static std::unique_ptr<HierarchicalTransport> make(std::unique_ptr<MessageTransport> flat,
                                                      std::unique_ptr<Transport> host, std::vector<int> hosts);
 

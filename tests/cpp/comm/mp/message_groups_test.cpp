@@ -34,8 +34,9 @@ struct Kind {
   std::unique_ptr<Communicator> make(RankProcesses& self, Store& store, int rank,
                                      const CommOptions& options) const {
     if (!has_hosts) return make_tcp_communicator(store, rank, size, tcp_options(), options);
-    return make_hierarchical_communicator(store, make_tcp_endpoint(store, rank, size, tcp_options()),
-                                          self.job_id(), concat("host", rank / (size / 2)), options);
+    std::vector<int> hosts;
+    for (int r = 0; r < size; ++r) hosts.push_back(r / (size / 2));
+    return make_hierarchical_communicator(store, rank, hosts, self.job_id(), tcp_options(), options);
   }
 };
 

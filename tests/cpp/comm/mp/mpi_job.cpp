@@ -2,11 +2,11 @@
 // says "all N ranks passed"; a rank that did not says why and the job fails.
 
 #include <cstdio>
+#include <cstdlib>
 #include <thread>
 
 #include "comm/conformance.h"
 #include "comm/factory.h"
-#include "comm/mpi/mpi_endpoint.h"
 #include "comm/rank_threads.h"
 
 namespace polyreme {
@@ -16,11 +16,20 @@ using conformance::expect;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-std::unique_ptr<Communicator> make_group(int64_t chunk_bytes, milliseconds timeout = seconds(60)) {
+// What Open MPI, or MPICH and its kin, tell a process of itself.
+int from_launcher(const char* open_mpi, const char* pmi) {
+  const char* value = std::getenv(open_mpi);
+  if (value == nullptr) value = std::getenv(pmi);
+  expect(value != nullptr, "neither ", open_mpi, " nor ", pmi, " is set; start this with mpirun");
+  return std::stoi(value);
+}
+
+std::unique_ptr<Communicator> make_group(int64_t chunk_bytes) {
   CommOptions options;
   options.chunk_bytes = chunk_bytes;
-  options.timeout = timeout;
-  return make_message_communicator(make_mpi_endpoint(options.name, options.timeout), options);
+  options.timeout = seconds(60);
+  return make_mpi_communicator(from_launcher("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+                               from_launcher("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"), options);
 }
 
 void conform(Device& device) {
