@@ -53,6 +53,7 @@ optional_packages() {
     has_libfuzzer || printf '%s\n' clang libclang-rt-dev
     # Launchers for the tests, which call these commands by name: openmpi-bin and mpich both offer an mpirun.
     have mpirun.openmpi || echo openmpi-bin
+    have mpicxx || echo libopenmpi-dev
     have mpiexec.hydra || echo mpich
     # Daemons, which PATH may not show to an ordinary user.
     [ -x /usr/sbin/slurmctld ] || have slurmctld || echo slurm-wlm

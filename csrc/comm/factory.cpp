@@ -2,6 +2,7 @@
 
 #include "comm/cpu_communicator.h"
 #include "comm/hierarchical/hierarchical_transport.h"
+#include "comm/mpi/mpi_endpoint.h"
 #include "comm/shared_memory/shared_transport.h"
 
 namespace polyreme {
@@ -122,12 +123,17 @@ std::unique_ptr<Communicator> join(std::unique_ptr<Transport> transport, const C
   return communicator;
 }
 
+std::unique_ptr<MessageTransport> open_messages(std::unique_ptr<Endpoint> endpoint,
+                                                const CommOptions& options) {
+  return std::make_unique<MessageTransport>(
+      std::move(endpoint),
+      MessageOptions{.name = options.name, .timeout = options.timeout, .chunk_bytes = options.chunk_bytes});
+}
+
 std::unique_ptr<MessageTransport> open_tcp(Store& store, int rank, int size, TcpEndpointOptions tcp,
                                            const CommOptions& options) {
   tcp.name = options.name;
-  return std::make_unique<MessageTransport>(
-      make_tcp_endpoint(store, rank, size, tcp),
-      MessageOptions{.name = options.name, .timeout = options.timeout, .chunk_bytes = options.chunk_bytes});
+  return open_messages(make_tcp_endpoint(store, rank, size, tcp), options);
 }
 
 }  // namespace
@@ -190,6 +196,15 @@ std::unique_ptr<Communicator> make_hierarchical_communicator(Store& store, int r
     opening.tell(failure.what());
     throw;
   }
+}
+
+std::unique_ptr<Communicator> make_mpi_communicator(int rank, int size, const CommOptions& options) {
+  check_rank(rank, size, options);
+  std::unique_ptr<Endpoint> endpoint = make_mpi_endpoint(options.name, options.timeout);
+  require(endpoint->rank() == rank && endpoint->size() == size, "group '", options.name, "': rank ", rank,
+          " of ", size, " is rank ", endpoint->rank(), " of ", endpoint->size(),
+          " to MPI; start all ranks with one mpirun");
+  return join(open_messages(std::move(endpoint), options), options);
 }
 
 }  // namespace polyreme

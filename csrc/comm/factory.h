@@ -41,6 +41,10 @@ std::unique_ptr<Communicator> make_hierarchical_communicator(Store& store, int r
                                                              const TcpEndpointOptions& tcp,
                                                              const CommOptions& options);
 
+// This process as a rank of its MPI job, which it joins on demand; see make_mpi_endpoint. Collective over the
+// job. Throws InvalidArgument if MPI numbers the ranks otherwise, NotAvailable with the remedy, PeerLost, Timeout.
+std::unique_ptr<Communicator> make_mpi_communicator(int rank, int size, const CommOptions& options);
+
 // This rank with its GPU as rank `rank` of `size`, over NCCL; `device` is of make_cuda_device. Collective:
 // the ranks meet in the store, which must outlive the communicator as the device must. See NcclCommunicator.
 // Throws InvalidArgument if two ranks use one GPU or their versions differ, NotAvailable, PeerLost, Timeout.

@@ -32,6 +32,21 @@ void convert(const Reduction& how, const void* from, int64_t count, void* to) {
   if (from != to || how.op == ReduceOp::kAverage) tree_reduce(how, &from, 1, count, to);
 }
 
+// Runs `body` as a call of a group that no CpuCommunicator drives: numbers it.
+template <typename Body>
+void run_numbered(Transport& group, CollectiveCall call, const Body& body) {
+  CallLedger::Line& line = group.ledger().of(call.op);
+  call.sequence = CallLedger::sequence_of(line.posted) + 1;
+  line.posted = CallLedger::mark_of(call);
+  body(call);
+  line.completed = CallLedger::mark_of(call);
+}
+
+void attach(Transport& group) {
+  run_numbered(group, {.op = CollectiveOp::kAttach},
+               [&](const CollectiveCall& call) { group.run(call, {}, group.timeout()); });
+}
+
 FailureKind kind_of(const CommError& failure) {
   if (dynamic_cast<const Timeout*>(&failure) != nullptr) return FailureKind::kTimeout;
   if (dynamic_cast<const CollectiveMismatch*>(&failure) != nullptr) return FailureKind::kMismatch;
@@ -50,16 +65,14 @@ std::unique_ptr<HierarchicalTransport> HierarchicalTransport::make(std::unique_p
   if (!group->grid_) return group;
   const HostGrid grid = *group->grid_;
   const int rank = group->rank();
-  CallLedger::Line& line = group->ledger().collectives;
-  const CollectiveCall call{.sequence = CallLedger::sequence_of(line.posted) + 1, .op = CollectiveOp::kSplit};
-  line.posted = CallLedger::mark_of(call);
-  group->cross_ = group->flat_->split(call, grid.local(rank), grid.host(rank), group->name() + " (hosts)");
-  line.completed = CallLedger::mark_of(call);
   group->host_ = std::move(host);
-  group->limit_ = group->timeout();
   group->guard([&] {
-    group->run_inner(*group->host_, {.op = CollectiveOp::kAttach}, {});
-    group->run_inner(*group->cross_, {.op = CollectiveOp::kAttach}, {});
+    run_numbered(*group->flat_, {.op = CollectiveOp::kSplit}, [&](const CollectiveCall& call) {
+      group->cross_ =
+          group->flat_->split(call, grid.local(rank), grid.host(rank), group->name() + " (hosts)");
+    });
+    attach(*group->host_);
+    attach(*group->cross_);
   });
   return group;
 }
@@ -98,12 +111,9 @@ void HierarchicalTransport::dispatch(const CollectiveCall& call, const CallMemor
   }
 }
 
-void HierarchicalTransport::run_inner(Transport& group, CollectiveCall call, const CallMemory& memory) {
-  CallLedger::Line& line = group.ledger().of(call.op);
-  call.sequence = CallLedger::sequence_of(line.posted) + 1;
-  line.posted = CallLedger::mark_of(call);
-  group.run(call, memory, limit_);
-  line.completed = CallLedger::mark_of(call);
+void HierarchicalTransport::run_inner(Transport& group, const CollectiveCall& call,
+                                      const CallMemory& memory) {
+  run_numbered(group, call, [&](const CollectiveCall& numbered) { group.run(numbered, memory, limit_); });
 }
 
 char* HierarchicalTransport::scratch(int64_t bytes) {
@@ -229,23 +239,20 @@ std::unique_ptr<Transport> HierarchicalTransport::split(const CollectiveCall& ca
     std::unique_ptr<Transport> host;
     int32_t possible = 1;
     std::string text = "another rank could not make its part of the group";
-    CallLedger::Line& line = host_->ledger().collectives;
-    const CollectiveCall inside{.sequence = CallLedger::sequence_of(line.posted) + 1,
-                                .op = CollectiveOp::kSplit};
-    line.posted = CallLedger::mark_of(inside);
-    try {
-      host = host_->split(inside, color, key, name + " (host)");
-    } catch (const OutOfMemory& failure) {
-      possible = 0;
-      text = failure.what();
-    }
-    line.completed = CallLedger::mark_of(inside);
-    flat_->run({.sequence = call.sequence,
-                .count = 1,
-                .op = CollectiveOp::kAllReduce,
-                .dtype = DType::kI32,
-                .reduce = ReduceOp::kMin},
-               {.input = &possible, .output = &possible}, limit_);
+    run_numbered(*host_, {.op = CollectiveOp::kSplit}, [&](const CollectiveCall& inside) {
+      try {
+        host = host_->split(inside, color, key, name + " (host)");
+      } catch (const OutOfMemory& failure) {
+        possible = 0;
+        text = failure.what();
+      }
+    });
+    const CollectiveCall agree{.sequence = call.sequence,
+                               .count = 1,
+                               .op = CollectiveOp::kAllReduce,
+                               .dtype = DType::kI32,
+                               .reduce = ReduceOp::kMin};
+    flat_->run(agree, {.input = &possible, .output = &possible}, limit_);
     require<OutOfMemory>(possible == 1, text);
     if (!flat) return;
     std::vector<int> hosts;

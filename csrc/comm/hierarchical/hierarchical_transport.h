@@ -25,7 +25,7 @@ namespace polyreme {
 class HierarchicalTransport final : public Transport {
  public:
   // hosts[r]: a number of the host of rank r. `host` has the ranks of this one, in order of rank, and may be
-  // null where host_grid(hosts) is. Collective over `flat`.
+  // null where host_grid(hosts) is. Collective over `flat`; opens `host`.
   static std::unique_ptr<HierarchicalTransport> make(std::unique_ptr<MessageTransport> flat,
                                                      std::unique_ptr<Transport> host, std::vector<int> hosts);
 
@@ -51,8 +51,8 @@ class HierarchicalTransport final : public Transport {
   void dispatch(const CollectiveCall& call, const CallMemory& memory);
   // Runs `body`; what it throws breaks all groups.
   void guard(const std::function<void()>& body);
-  // Runs a call of an inner group, numbered on its own.
-  void run_inner(Transport& group, CollectiveCall call, const CallMemory& memory);
+  // Runs a call of an inner group.
+  void run_inner(Transport& group, const CollectiveCall& call, const CallMemory& memory);
 
   void all_reduce(const CollectiveCall& call, char* data);
   void reduce_scatter(const CollectiveCall& call, const char* input, char* output);

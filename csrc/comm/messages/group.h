@@ -17,7 +17,7 @@ namespace polyreme {
 struct MessageOptions {
   std::string name;
   std::chrono::milliseconds timeout{0};
-  int64_t chunk_bytes = int64_t{256} << 10;  // staging is twice that
+  int64_t chunk_bytes = int64_t{256} << 10;  // staging is a few of them, see group.cpp
   // Up to this many ranks a call is opened by direct messages between all of them, and small data travels
   // with them: one step. Larger groups need log2(size) steps.
   int max_direct_ranks = 32;
@@ -71,7 +71,8 @@ class MessageGroup {
   void exchange(std::span<const Message> messages) { exchange(messages, limit_); }
   // Every rank learns the block of every rank; block rank() of `blocks` is its own, and already there.
   void gather(void* blocks, int64_t block_bytes);
-  // A buffer of at least `bytes` bytes (below 1 KiB for each rank, or the chunk's), the same at every call.
+  // What is received before it is reduced; of one size, allocated at the first call. 64 bytes for each rank,
+  // or more.
   std::span<char> staging();
   // Links between `members` alone; see Endpoint::make_subgroup.
   std::unique_ptr<Endpoint> make_subgroup(const std::vector<int>& members, const std::string& name);

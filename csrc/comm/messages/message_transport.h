@@ -7,7 +7,8 @@
 
 namespace polyreme {
 
-// A group whose ranks send each other messages over an Endpoint.
+// A group whose ranks send each other messages over an Endpoint. The fast mode is the ordered one: a ring
+// moves the same bytes in more steps.
 class MessageTransport final : public Transport {
  public:
   // parent_ranks: of the group that this one was split from.

@@ -31,7 +31,7 @@ std::vector<std::unique_ptr<Transport>> make_host_groups(const std::vector<int>&
     for (int i = 0; i < size; ++i) {
       auto group = std::make_shared<SharedGroup>(
           memory, i, size, options.chunk_bytes,
-          SharedGroup::Options{concat("world (host ", host, ")"), options.timeout});
+          SharedGroup::Options{concat("world (host ", host, ")"), options.timeout, true});
       groups[static_cast<size_t>(ranks[static_cast<size_t>(i)])] =
           std::make_unique<SharedTransport>(std::move(group), source, options.chunk_bytes);
     }
@@ -96,10 +96,6 @@ class HierarchicalGroup : public ::testing::TestWithParam<std::vector<int>> {
 // The expected bits are those of tree_order over all ranks, as in the tests of all transports.
 TEST_P(HierarchicalGroup, Conforms) { run_all_ok(small_chunks(), conformance::check_everything); }
 
-TEST_P(HierarchicalGroup, ConformsWhereSmallDataRidesAlong) {
-  run_all_ok(message_options(conformance::kLargeChunk), conformance::check_large);
-}
-
 TEST_P(HierarchicalGroup, StreamsAndSubgroups) {
   if (GetParam().size() % 2 != 0) GTEST_SKIP() << "the groups of this check are pairs";
   run_all_ok(small_chunks(), conformance::check_streams_and_subgroups);
@@ -124,6 +120,11 @@ void expect_text(const std::string& outcome, const std::string& type, const std:
 }
 
 const std::vector<int> kTwoHosts = {0, 0, 1, 1};
+
+TEST(HierarchicalLarge, WhereSmallDataRidesAlong) {
+  EXPECT_EQ(run(kTwoHosts, message_options(conformance::kLargeChunk), conformance::check_large),
+            Outcomes(4, "ok"));
+}
 
 TEST(HierarchicalFault, ASmallCallMeetsALargeOne) {
   const Outcomes outcomes =
