@@ -159,6 +159,7 @@ std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, co
 std::unique_ptr<Communicator> make_shm_communicator(Store& store, int rank, int size,
                                                     const std::string& job_id, const CommOptions& options) {
   check_rank(rank, size, options);
+  make_posix_source(job_id);  // checks it, also for one rank
   if (size == 1) return std::move(make_local_communicators(1, options).front());
   SharedOpening opening(store, rank, size, job_id, options);
   try {
