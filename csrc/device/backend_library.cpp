@@ -56,8 +56,8 @@ BackendLibrary open_backend(const BackendKind& kind, const std::string& path) {
   uint32_t head[2];
   std::memcpy(head, table, sizeof head);
   if (head[0] != kind.version || head[1] != kind.size_bytes) {
-    library.message = concat(path, " is of another version of polyreme (table version ", head[0], ", expected ",
-                             kind.version, "); install polyreme again");
+    library.message = concat(path, " is of another version of polyreme (table version ", head[0],
+                             ", expected ", kind.version, "); install polyreme again");
     return library;
   }
   library.table = table;

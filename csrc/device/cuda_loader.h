@@ -41,7 +41,8 @@ CudaProbe probe_cuda() noexcept;
 // The same with the library at `path`.
 CudaProbe probe_cuda(const std::string& path) noexcept;
 
-// The calls of the CUDA backend. Throws NotAvailable, with the remedy, where it cannot be loaded or shows no GPU.
+// The calls of the CUDA backend. Throws NotAvailable, with the remedy, where it cannot be loaded or shows no
+// GPU.
 const PolyremeCudaTable& load_cuda();
 
 }  // namespace polyreme
