@@ -346,20 +346,6 @@ std::unique_ptr<Endpoint> MpiEndpoint::make_subgroup(const std::vector<int>& mem
 
 }  // namespace
 
-MpiProbe probe_mpi() noexcept {
-  MpiProbe probe;
-  try {
-    const BackendLibrary library = open_backend(kMpiBackend, backend_path(kMpiBackend));
-    probe.built = library.built;
-    probe.loaded = library.table != nullptr;
-    probe.library = library.path;
-    probe.message = probe.loaded ? concat("MPI is loaded on demand by ", library.path) : library.message;
-  } catch (const std::exception& error) {
-    probe.message = error.what();
-  }
-  return probe;
-}
-
 std::unique_ptr<Endpoint> make_mpi_endpoint(const std::string& name, milliseconds limit) {
   const PolyremeMpiTable& table = load_mpi();
   PolyremeMpiWorld world{};

@@ -5,19 +5,7 @@
 
 #include "comm/messages/endpoint.h"
 
-struct PolyremeMpiTable;
-
 namespace polyreme {
-
-// What became of looking for MPI. `message` is one line for people: what is missing and the remedy, or where
-// it was found. MPI is not started by it.
-struct MpiProbe {
-  bool built = false;   // libpolyreme_mpi.so is there
-  bool loaded = false;  // and could be loaded, MPI with it
-  std::string library;  // where it was looked for
-  std::string message;
-};
-MpiProbe probe_mpi() noexcept;
 
 // Links over MPI, to all ranks of its world. Collective over that; started on demand (see mpi_table.h).
 // When the endpoint is destroyed the others learn that it has left. Groups and their subgroups are told apart

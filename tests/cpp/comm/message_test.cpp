@@ -55,6 +55,20 @@ INSTANTIATE_TEST_SUITE_P(Sizes, MessageGroupTest,
                                            Place{4, Way::kDirect, CpuExecutor::kDeferred}),
                          place_name);
 
+// Where the default options change the way: halving from 16 ranks on, calls opened in steps above 32.
+TEST(MessageGroups, ManyRanks) {
+  for (const int size : {16, 33, 64})
+    EXPECT_EQ(run_over_messages(size, message_options(int64_t{256} << 10),
+                                [](Communicator& comm, Device& device) {
+                                  const auto stream = device.create_stream("test");
+                                  for (const int64_t count : {7, 1001})
+                                    conformance::check_reductions<float>(comm, device, *stream, count,
+                                                                         ReduceOp::kSum, 3);
+                                  comm.barrier(std::chrono::seconds(60));
+                                }),
+              std::vector<std::string>(static_cast<size_t>(size), "ok"));
+}
+
 class LargeMessages : public MessageGroupTest {};
 TEST_P(LargeMessages, Conform) { run(conformance::kLargeChunk, conformance::check_large); }
 INSTANTIATE_TEST_SUITE_P(Sizes, LargeMessages,
