@@ -25,7 +25,7 @@ inline constexpr uint32_t kVersion = 1;
 inline constexpr size_t kLabelBytes = 32;
 
 struct Header {
-  char magic[8];
+  std::atomic<uint64_t> magic;  // the bytes of kMagic
   uint32_t version, header_bytes;
   uint32_t group_bytes, max_groups;
   uint32_t event_bytes, max_events;
