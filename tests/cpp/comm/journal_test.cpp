@@ -166,7 +166,7 @@ TEST(Journal, TheFileOutlivesSigkill) {
   EXPECT_EQ(info.st_mode & 0777, 0700U);
   const std::string bytes = read_file(path);
   const Header& head = header_of(bytes.data());
-  EXPECT_EQ(std::memcmp(&head.magic, kMagic, sizeof(kMagic)), 0);
+  EXPECT_EQ(std::memcmp(&head.magic, journal_layout::kMagic, sizeof(journal_layout::kMagic)), 0);
   EXPECT_EQ(head.rank, 3);
   EXPECT_EQ(head.pid, child);
   EXPECT_EQ(head.ended_ns.load(), 0);
