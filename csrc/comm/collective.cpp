@@ -12,8 +12,8 @@ namespace {
 
 void require_dense(const char* op, const char* argument, const Tensor& tensor) {
   require(tensor.defined(), op, ": ", argument, " has no memory");
-  require(tensor.is_contiguous(), op, ": ", argument, " ", tensor.to_string(), " is not contiguous (strides ",
-          tensor.strides().to_string(), "); pass a contiguous copy");
+  require(tensor.is_contiguous(), op, ": ", argument, " ", tensor, " is not contiguous (strides ",
+          tensor.strides(), "); pass a contiguous copy");
 }
 
 // A quotient of integers would be rounded somehow: the caller knows better how.
@@ -37,8 +37,8 @@ void require_apart(const char* op, const Tensor& part, const Tensor& whole, int6
 }
 
 void require_same_dtype(const char* op, const Tensor& input, const Tensor& output) {
-  require(input.dtype() == output.dtype(), op, ": input and output differ in dtype: input ",
-          input.to_string(), ", output ", output.to_string());
+  require(input.dtype() == output.dtype(), op, ": input and output differ in dtype: input ", input,
+          ", output ", output);
 }
 
 // One block for each rank: `counts` is well-formed and sums to the elements of `tensor`.
@@ -50,11 +50,11 @@ void require_blocks(const char* op, const char* name, std::span<const int64_t> c
   for (size_t r = 0; r < counts.size(); ++r) {
     require(counts[r] >= 0 && counts[r] <= tensor.numel() - total, op, ": ", name, "[", r, "] is ", counts[r],
             "; expected entries >= 0 that sum to the ", tensor.numel(), " elements of ", tensor_name, " ",
-            tensor.to_string());
+            tensor);
     total += counts[r];
   }
-  require(total == tensor.numel(), op, ": ", name, " sums to ", total, "; ", tensor_name, " ",
-          tensor.to_string(), " has ", tensor.numel(), " elements");
+  require(total == tensor.numel(), op, ": ", name, " sums to ", total, "; ", tensor_name, " ", tensor,
+          " has ", tensor.numel(), " elements");
 }
 
 uint64_t hash_of(std::span<const int64_t> counts) {
@@ -65,9 +65,9 @@ uint64_t hash_of(std::span<const int64_t> counts) {
 void require_counts(const char* op, const Tensor& part, const char* part_name, const Tensor& whole,
                     const char* whole_name, int size) {
   require_same_dtype(op, part, whole);
-  require(whole.numel() == part.numel() * size, op, " over ", size, " ranks: ", whole_name, " ",
-          whole.to_string(), " has ", whole.numel(), " elements; expected ", part.numel() * size, ", ", size,
-          " times ", part_name, " ", part.to_string());
+  require(whole.numel() == part.numel() * size, op, " over ", size, " ranks: ", whole_name, " ", whole,
+          " has ", whole.numel(), " elements; expected ", part.numel() * size, ", ", size, " times ",
+          part_name, " ", part);
 }
 
 }  // namespace
@@ -195,8 +195,8 @@ CollectiveCall check_all_gather(const Tensor& input, const Tensor& output, std::
   require_same_dtype(name, input, output);
   require_blocks(name, "counts", counts, size, "output", output);
   const int64_t own = counts[static_cast<size_t>(rank)];
-  require(input.numel() == own, name, ": input ", input.to_string(), " has ", input.numel(),
-          " elements; counts[", rank, "] is ", own);
+  require(input.numel() == own, name, ": input ", input, " has ", input.numel(), " elements; counts[", rank,
+          "] is ", own);
   const int64_t before = std::accumulate(counts.begin(), counts.begin() + rank, int64_t{0});
   require_apart(name, input, output, before * static_cast<int64_t>(dtype_size(input.dtype())));
   return {.count = output.numel(),
@@ -230,8 +230,8 @@ CollectiveCall check_all_to_all(const Tensor& input, const Tensor& output,
     return call;
   }
   require(input.numel() == output.numel() && input.numel() % size == 0, name, " over ", size,
-          " ranks: input ", input.to_string(), " and output ", output.to_string(),
-          "; expected equal numbers of elements, ", size, " equal blocks");
+          " ranks: input ", input, " and output ", output, "; expected equal numbers of elements, ", size,
+          " equal blocks");
   call.count = input.numel() / size;
   return call;
 }

@@ -18,8 +18,8 @@ class DirectCall {
  public:
   // Publishes what the others shall read of this rank, and meets them.
   DirectCall(SharedGroup& group, const void* memory, int64_t bytes);
-  // Of whatever size below this, staging is as fast: one meeting less, in the cache.
-  static constexpr int64_t kSmallestBytes = 64 << 10;
+  // Below this staging is as fast: one meeting less, in the cache.
+  static constexpr int64_t kSmallestBytes = 16 << 10;
   static bool pays(const SharedGroup& group, int64_t bytes) {
     return group.size() > 1 && group.peer_memory() != nullptr && bytes >= kSmallestBytes;
   }
