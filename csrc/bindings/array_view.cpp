@@ -97,9 +97,10 @@ Memory memory_of_dlpack(const py::capsule& capsule, const std::string& what) {
 }
 
 bool is_contiguous(const Memory& memory) {
+  for (const int64_t size : memory.shape)
+    if (size == 0) return true;  // nothing is apart; its strides may be anything
   int64_t expected = 1;
   for (size_t d = memory.strides.size(); d-- > 0;) {
-    if (memory.shape[d] == 0) return true;
     if (memory.shape[d] != 1 && memory.strides[d] != expected) return false;
     expected *= memory.shape[d];
   }

@@ -132,6 +132,11 @@ std::string CollectiveCall::to_string() const {
   return text;
 }
 
+std::string rank_text(int rank, int job_rank, const std::string& host, int64_t pid) {
+  const std::string place = job_rank == rank ? "" : concat("rank ", job_rank, " of the job, ");
+  return concat("rank ", rank, " (", place, "host ", host, ", pid ", pid, ")");
+}
+
 std::string ranks_text(std::span<const int> ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (size_t i = 0; i < ranks.size(); ++i) text += concat(i == 0 ? "" : ", ", ranks[i]);

@@ -46,6 +46,10 @@ struct CollectiveCall {
 // together, the smallest set of ranks first. calls[r] is what rank r issued.
 std::string mismatch_text(std::span<const CollectiveCall> calls);
 
+// Who a rank of a group is: "rank 2 (host a, pid 123)"; "rank 1 (rank 2 of the job, host a, pid 123)" where
+// its place in the group is another one.
+std::string rank_text(int rank, int job_rank, const std::string& host, int64_t pid);
+
 // "rank 3", "ranks 0, 2, 3"
 std::string ranks_text(std::span<const int> ranks);
 

@@ -17,11 +17,11 @@ void check_options(int size, const CommOptions& options) {
 }
 
 std::shared_ptr<SharedGroup> make_group(std::shared_ptr<SharedMemory> memory, int rank, int size,
-                                        const CommOptions& options,
+                                        const CommOptions& options, int job_rank,
                                         std::shared_ptr<const PeerMemory> peers = nullptr) {
   return std::make_shared<SharedGroup>(
       std::move(memory), rank, size, options.chunk_bytes,
-      SharedGroup::Options{options.name, options.timeout, false, std::move(peers)});
+      SharedGroup::Options{options.name, options.timeout, false, std::move(peers), job_rank});
 }
 
 std::shared_ptr<SharedMemory> create_segment(SharedMemorySource& source, int size, const CommOptions& options,
@@ -55,14 +55,15 @@ std::string accept_invitation(const std::string& text, int rank, const CommOptio
 // anything.
 class SharedOpening {
  public:
-  SharedOpening(Store& store, int rank, int size, const std::string& job_id, const CommOptions& options)
+  SharedOpening(Store& store, int rank, int size, const std::string& job_id, const CommOptions& options,
+                int job_rank)
       : store_(store), source_(make_posix_source(job_id)) {
     // The n-th group of this name; each rank counts for itself, so a key is never used twice.
     const std::string base = concat("shm/", options.name, "/");
     key_ = concat(base, store.add(concat(base, "rank", rank), 1));
     const std::shared_ptr<SharedMemory> memory =
         rank == 0 ? create(size, options) : attach_memory(rank, options);
-    transport_ = std::make_unique<SharedTransport>(make_group(memory, rank, size, options), source_,
+    transport_ = std::make_unique<SharedTransport>(make_group(memory, rank, size, options, job_rank), source_,
                                                    options.chunk_bytes);
     if (rank == 0) store_.set(key_, invitation(segment_));
   }
@@ -144,10 +145,10 @@ std::vector<std::unique_ptr<Communicator>> make_local_communicators(int size, co
   std::string name;
   const auto memory = create_segment(*source, size, options, &name);
   source->forget(name);
-  for (int r = 0; r < size; ++r) SharedGroup::introduce(*memory, r, this_rank());
+  for (int r = 0; r < size; ++r) SharedGroup::introduce(*memory, r, this_rank(r));
   std::vector<std::unique_ptr<Communicator>> communicators;
   for (int r = 0; r < size; ++r) {
-    std::shared_ptr<SharedGroup> group = make_group(memory, r, size, options, make_thread_memory());
+    std::shared_ptr<SharedGroup> group = make_group(memory, r, size, options, r, make_thread_memory());
     group->choose_waiting();
     communicators.push_back(std::make_unique<CpuCommunicator>(
         std::make_unique<SharedTransport>(std::move(group), source, options.chunk_bytes),
@@ -161,7 +162,7 @@ std::unique_ptr<Communicator> make_shm_communicator(Store& store, int rank, int 
   check_rank(rank, size, options);
   make_posix_source(job_id);  // checks it, also for one rank
   if (size == 1) return std::move(make_local_communicators(1, options).front());
-  SharedOpening opening(store, rank, size, job_id, options);
+  SharedOpening opening(store, rank, size, job_id, options, rank);
   try {
     return join(opening.take_transport(), options);
   } catch (const std::exception& failure) {
@@ -190,7 +191,7 @@ std::unique_ptr<Communicator> make_hierarchical_communicator(Store& store, int r
   if (!grid) return join(HierarchicalTransport::make(std::move(flat), nullptr, hosts), options);
   CommOptions host_options = options;
   host_options.name = concat(options.name, " (host ", grid->host(rank), ")");
-  SharedOpening opening(store, grid->local(rank), grid->ranks_per_host, job_id, host_options);
+  SharedOpening opening(store, grid->local(rank), grid->ranks_per_host, job_id, host_options, rank);
   try {
     return join(HierarchicalTransport::make(std::move(flat), opening.take_transport(), hosts), options);
   } catch (const std::exception& failure) {

@@ -42,7 +42,8 @@ std::unique_ptr<Communicator> make_hierarchical_communicator(Store& store, int r
                                                              const CommOptions& options);
 
 // This process as a rank of its MPI job, which it joins on demand; see make_mpi_endpoint. Collective over the
-// job. Throws InvalidArgument if MPI numbers the ranks otherwise, NotAvailable with the remedy, PeerLost, Timeout.
+// job. Throws InvalidArgument if MPI numbers the ranks otherwise, NotAvailable with the remedy, PeerLost,
+// Timeout.
 std::unique_ptr<Communicator> make_mpi_communicator(int rank, int size, const CommOptions& options);
 
 // This rank with its GPU as rank `rank` of `size`, over NCCL; `device` is of make_cuda_device. Collective:

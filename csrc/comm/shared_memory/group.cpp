@@ -74,7 +74,7 @@ void wake(Bell& bell) {
 
 }  // namespace
 
-RankIdentity this_rank() { return {this_process(), host_name(), usable_cpus()}; }
+RankIdentity this_rank(int job_rank) { return {this_process(), host_name(), usable_cpus(), job_rank}; }
 
 int64_t SharedGroup::segment_bytes(int size, int64_t chunk_bytes) {
   return SegmentLayout(size, effective_chunk_bytes(size, chunk_bytes)).segment_bytes();
@@ -97,6 +97,7 @@ void SharedGroup::introduce(SharedMemory& memory, int rank, const RankIdentity& 
   block.pid_namespace = identity.process.pid_namespace;
   copy_text(block.host, sizeof(block.host), identity.host);
   block.cpus = identity.cpus;
+  block.job_rank = identity.job_rank;
   block.pid.store(identity.process.pid, std::memory_order_release);
 }
 
@@ -123,7 +124,7 @@ SharedGroup::SharedGroup(std::shared_ptr<SharedMemory> memory, int rank, int siz
     throw_failure();
   }
   layout_ = SegmentLayout(size, expected_chunk);
-  introduce(*memory_, rank_, this_rank());
+  introduce(*memory_, rank_, this_rank(options_.job_rank < 0 ? rank_ : options_.job_rank));
 }
 
 SharedGroup::~SharedGroup() { leave("its communicator was destroyed"); }
@@ -137,6 +138,7 @@ RankIdentity SharedGroup::identity(int rank) const {
   identity.process.pid_namespace = from.pid_namespace;
   identity.host = from.host;
   identity.cpus = from.cpus;
+  identity.job_rank = from.job_rank;
   return identity;
 }
 
@@ -411,7 +413,7 @@ void SharedGroup::leave(const std::string& why) noexcept {
 std::string SharedGroup::who(int rank) const {
   const RankIdentity peer = identity(rank);
   if (peer.process.pid == 0) return concat("rank ", rank, " (not attached yet)");
-  return concat("rank ", rank, " (host ", peer.host, ", pid ", peer.process.pid, ")");
+  return rank_text(rank, peer.job_rank, peer.host, peer.process.pid);
 }
 
 std::string SharedGroup::where() const {

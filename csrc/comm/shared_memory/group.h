@@ -18,8 +18,9 @@ struct RankIdentity {
   ProcessIdentity process;
   std::string host;
   CpuMask cpus{};
+  int job_rank = 0;  // in the group that all others were split from
 };
-RankIdentity this_rank();
+RankIdentity this_rank(int job_rank);
 
 // What a rank waits for.
 class Awaited {
@@ -53,6 +54,7 @@ class SharedGroup {
     std::chrono::milliseconds timeout;
     bool oversubscribed = false;                    // known from outside: more processes than CPUs
     std::shared_ptr<const PeerMemory> peer_memory;  // null: everything is staged
+    int job_rank = -1;                              // of this process; negative: its rank in this group
   };
   // Bytes of a segment, and its preparation by whoever created the memory. chunk_bytes is rounded up.
   static int64_t segment_bytes(int size, int64_t chunk_bytes);

@@ -57,6 +57,7 @@ struct alignas(kLineBytes) RankBlock {
   uint64_t pid_namespace;
   char host[64];
   CpuMask cpus;
+  int32_t job_rank;
 
   // Read by others only when something is wrong.
   alignas(kLineBytes) std::atomic<uint64_t> arrived;  // meetings this rank has come to

@@ -112,7 +112,8 @@ std::vector<LinkSockets> connect_world(Store& store, const std::string& key, con
 
 // Where a rank listens, as it wrote into the store.
 PeerAddress address_of(const RankRecord& record) {
-  const std::string who = who_is(static_cast<size_t>(record.rank), {record.host, record.pid, ""});
+  const std::string who =
+      who_is(static_cast<size_t>(record.rank), {record.host, record.pid, "", record.rank});
   const auto address = record.fields.find("address"), port = record.fields.find("port");
   const int64_t number = port == record.fields.end() ? 0 : parse_number(port->second).value_or(0);
   require<CommError>(address != record.fields.end() && number >= 1 && number <= 65535, who,
@@ -154,7 +155,7 @@ std::unique_ptr<TcpEndpoint> make_tcp_endpoint(Store& store, int rank, int size,
   int num_local = 0;
   for (const RankRecord& record : records) {
     connect.ranks.push_back(address_of(record));
-    ranks.push_back({record.host, record.pid, connect.ranks.back().address});
+    ranks.push_back({record.host, record.pid, connect.ranks.back().address, record.rank});
     if (record.host == host_name()) ++num_local;
   }
   common->spins = num_local <= count_cpus(usable_cpus());

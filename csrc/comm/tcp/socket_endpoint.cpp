@@ -44,7 +44,7 @@ std::vector<FileDescriptor> take_control(std::vector<LinkSockets>& sockets) {
 }  // namespace
 
 std::string who_is(size_t rank, const TcpRank& is) {
-  return concat("rank ", rank, " (host ", is.host, ", pid ", is.pid, ")");
+  return rank_text(static_cast<int>(rank), is.job_rank, is.host, is.pid);
 }
 
 SocketEndpoint::SocketEndpoint(int rank, std::vector<TcpRank> ranks, std::string name,

@@ -30,9 +30,10 @@ struct TcpRank {
   std::string host;
   int64_t pid = 0;
   std::string address;
+  int job_rank = 0;  // in the group that all others were made from
 };
 
-// "rank 2 (host a, pid 123)"
+// As Endpoint::who.
 std::string who_is(size_t rank, const TcpRank& is);
 
 // One thread runs exchanges: what it finds wrong it throws, and `run_or_fail` makes of that a failure of the
