@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "comm/collective.h"
 #include "comm/net/bytes.h"
 
 namespace polyreme {
