@@ -386,9 +386,13 @@ def test_a_loss_that_is_not_finite_with_a_gradient_that_is(world):
 
 def test_all_reduce(world):
     group = pr.Mesh(world)["dp"]
-    refused(pr.InvalidArgument, ["'avg'", "sum, product, max, min or average"], lambda: group.all_reduce([1.0], op="avg"))
-    for array in (np.zeros(2, np.int8), np.zeros(2, bool), np.zeros(2, complex), np.array(["a"])):
-        words = ["float32, float64, int32 or int64", str(array.dtype)]
+    refused(
+        pr.InvalidArgument,
+        ["'avg'", "sum, product, max, min or average"],
+        lambda: group.all_reduce([1.0], op="avg"),
+    )
+    for array in (np.zeros(2, complex), np.zeros(2, np.uint16), np.array(["a"])):
+        words = ["all_reduce: array", "float32", str(array.dtype)]
         refused(pr.InvalidArgument, words, lambda array=array: group.all_reduce(array))
 
 
