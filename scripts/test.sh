@@ -28,7 +28,10 @@ PARTS=()
 FULL=""
 for argument in "$@"; do
   case "$argument" in
-    --full) FULL=1 ;;
+    --full)
+      FULL=1
+      export POLYREME_TEST_FULL=1 # what takes gigabytes, too
+      ;;
     --lint | --cpp | --python | --docs | --quickstart | --wheel | --sanitize | --fuzz) PARTS+=("${argument#--}") ;;
     -h | --help)
       sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"

@@ -57,6 +57,12 @@ struct PendingCall {
   }
 };
 
+// Of a collective that the device ran while it was enqueued.
+class CompletedWork final : public Work {
+  void wait() override {}
+  void wait_on(Stream&) override {}
+};
+
 class CpuWork final : public Work {
  public:
   CpuWork(std::weak_ptr<Transport> group, std::shared_ptr<PendingCall> pending, std::shared_ptr<Event> done,
@@ -145,19 +151,13 @@ SingleUser::Guard CpuCommunicator::enter() {
 }
 
 std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory memory,
-                                             const std::vector<Tensor>& inputs,
-                                             const std::vector<Tensor>& outputs, Stream& stream) {
+                                             std::vector<Access> accesses, Stream& stream) {
   transport_->throw_if_failed();
   CpuStream& cpu_stream = as_cpu(stream);
-  std::vector<Access> accesses;
-  for (const Tensor& tensor : inputs) accesses.push_back(reads(tensor));
-  for (const Tensor& tensor : outputs) accesses.push_back(writes(tensor));
   CallLedger::Line& line = transport_->ledger().of(call.op);
   call.sequence = CallLedger::sequence_of(line.posted) + 1;
   const auto pending =
       std::make_shared<PendingCall>(call, std::move(memory), journal_.enqueue(call, bytes_of(call)));
-  std::shared_ptr<Event> done = stream.device().create_event();
-
   const OpInfo info{.name = collective_name(call.op), .kind = OpKind::kCollective, .bytes = bytes_of(call)};
   order_->put_before(stream);
   const uint64_t before = line.posted.exchange(CallLedger::mark_of(call), std::memory_order_relaxed);
@@ -169,6 +169,8 @@ std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory mem
     pending->entry.withdraw();
     throw;
   }
+  if (pending->state == PendingCall::State::kDone) return std::make_unique<CompletedWork>();
+  std::shared_ptr<Event> done = stream.device().create_event();
   stream.record(*done);
   order_->last = pending;
   order_->done = done;
@@ -194,15 +196,15 @@ Tensor CpuCommunicator::allocate(Device& device, DType dtype, const Shape& shape
 std::unique_ptr<Work> CpuCommunicator::all_reduce(const Tensor& data, ReduceOp op, Stream& stream) {
   const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_all_reduce(data, op);
-  return issue(call, in_place(data), {}, {data}, stream);
+  return issue(call, in_place(data), {writes(data)}, stream);
 }
 
 std::unique_ptr<Work> CpuCommunicator::reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op,
                                                       Stream& stream) {
   const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_reduce_scatter(input, output, op, rank(), size());
-  return issue(call, {.input = input.raw_address(), .output = output.raw_address()}, {input}, {output},
-               stream);
+  return issue(call, {.input = input.raw_address(), .output = output.raw_address()},
+               {reads(input), writes(output)}, stream);
 }
 
 std::unique_ptr<Work> CpuCommunicator::all_gather(const Tensor& input, const Tensor& output, Stream& stream,
@@ -213,15 +215,13 @@ std::unique_ptr<Work> CpuCommunicator::all_gather(const Tensor& input, const Ten
                {.input = input.raw_address(),
                 .output = output.raw_address(),
                 .receive_counts = {counts.begin(), counts.end()}},
-               {input}, {output}, stream);
+               {reads(input), writes(output)}, stream);
 }
 
 std::unique_ptr<Work> CpuCommunicator::broadcast(const Tensor& data, int root, Stream& stream) {
   const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_broadcast(data, root, size());
-  std::vector<Tensor> inputs, outputs;
-  (root == rank() ? inputs : outputs).push_back(data);
-  return issue(call, in_place(data), inputs, outputs, stream);
+  return issue(call, in_place(data), {root == rank() ? reads(data) : writes(data)}, stream);
 }
 
 std::unique_ptr<Work> CpuCommunicator::all_to_all(const Tensor& input, const Tensor& output, Stream& stream,
@@ -234,21 +234,21 @@ std::unique_ptr<Work> CpuCommunicator::all_to_all(const Tensor& input, const Ten
                 .output = output.raw_address(),
                 .send_counts = {send_counts.begin(), send_counts.end()},
                 .receive_counts = {receive_counts.begin(), receive_counts.end()}},
-               {input}, {output}, stream);
+               {reads(input), writes(output)}, stream);
 }
 
 std::unique_ptr<Work> CpuCommunicator::exchange(std::span<const Transfer> transfers, Stream& stream) {
   const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_exchange(transfers, rank(), size());
   CallMemory memory;
-  std::vector<Tensor> inputs, outputs;
+  std::vector<Access> accesses;
   for (const Transfer& transfer : transfers) {
     const Tensor& tensor = transfer.tensor;
-    (transfer.kind == Transfer::Kind::kSend ? inputs : outputs).push_back(tensor);
+    accesses.push_back(transfer.kind == Transfer::Kind::kSend ? reads(tensor) : writes(tensor));
     memory.parts.push_back(
         {transfer.kind, transfer.peer, tensor.raw_address(), tensor.numel(), tensor.dtype()});
   }
-  return issue(call, std::move(memory), inputs, outputs, stream);
+  return issue(call, std::move(memory), std::move(accesses), stream);
 }
 
 void CpuCommunicator::run_on_host(CollectiveOp op, const std::function<void(const CollectiveCall&)>& body) {

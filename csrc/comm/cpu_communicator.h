@@ -11,6 +11,7 @@
 #include "comm/communicator.h"
 #include "comm/journal.h"
 #include "comm/transport.h"
+#include "device/cpu/cpu_device.h"
 
 namespace polyreme {
 
@@ -76,8 +77,8 @@ class CpuCommunicator final : public Communicator {
   void attach();
 
  private:
-  std::unique_ptr<Work> issue(CollectiveCall call, CallMemory memory, const std::vector<Tensor>& inputs,
-                              const std::vector<Tensor>& outputs, Stream& stream);
+  std::unique_ptr<Work> issue(CollectiveCall call, CallMemory memory, std::vector<Access> accesses,
+                              Stream& stream);
   // Before any use. Throws InvalidArgument for a second thread and in a fork.
   SingleUser::Guard enter();
   // Runs `body` as a call of the host's thread, after all collectives that were issued before.

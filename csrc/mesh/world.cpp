@@ -1,6 +1,7 @@
 #include "mesh/world.h"
 
 #include <algorithm>
+#include <array>
 #include <map>
 
 #include "base/build_info.h"
@@ -110,6 +111,9 @@ std::vector<std::unique_ptr<World>> make_local_worlds(int size, const CpuDeviceO
 }
 
 std::unique_ptr<World> make_world(const WorldOptions& options) {
+  constexpr std::array<const char*, 4> kTransports = {"auto", "shm", "tcp", "mpi"};
+  require(std::ranges::find(kTransports, options.transport) != kTransports.end(), "unknown transport '",
+          options.transport, "'; expected auto, shm, tcp or mpi");
   const auto journal = std::make_shared<Journal>(JournalOptions{.directory = options.record_dir,
                                                                 .rank = options.rank,
                                                                 .world_size = options.size,
@@ -119,8 +123,6 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
     return std::make_unique<World>(nullptr, make_cpu_device(options.device),
                                    std::move(make_local_communicators(1, comm).front()),
                                    std::vector<std::string>{"localhost"}, journal);
-  require(options.transport == "auto" || options.transport == "shm" || options.transport == "tcp",
-          "unknown transport '", options.transport, "'; expected auto, shm or tcp");
   const Isa best =
       isa_from_name(options.device.isa);  // throws for what this CPU lacks, before anybody is met
   std::unique_ptr<TcpStore> store = join_store(options);

@@ -23,8 +23,8 @@ struct WorldOptions {
   int store_fd = -1;   // rank 0: a listening socket to adopt instead of binding master_port
   std::string secret;  // shared by the ranks of the job
   std::string job_id;  // names the job's shared memory
-  // "auto": shared memory between ranks of one host, TCP between hosts. "shm" or "tcp": that alone. The same
-  // on all ranks.
+  // "auto": shared memory between ranks of one host, TCP between hosts. "shm", "tcp" or "mpi": that alone.
+  // The same on all ranks.
   std::string transport = "auto";
   std::string interface;  // see TcpEndpointOptions
   std::chrono::milliseconds init_timeout{std::chrono::minutes(5)};

@@ -96,7 +96,7 @@ def init(
     num_threads: int | None = None,
     isa: str = "auto",
     executor: str = "immediate",
-    transport: str = "auto",
+    transport: str | None = None,
     interface: str | None = None,
     timeout_s: float = 600.0,
     init_timeout_s: float = 300.0,
@@ -114,8 +114,9 @@ def init(
             Does not change the bits.
         isa: "auto", "avx2" or "avx512"; all ranks use the lowest level among them.
         executor: "immediate", or "deferred" to test the ordering of operations (slow).
-        transport: "auto": shared memory between the ranks of a host, TCP between hosts; "shm" or "tcp":
-            that alone. Does not change the bits.
+        transport: "auto": shared memory between the ranks of a host, TCP between hosts; "shm", "tcp" or
+            "mpi" (Open MPI, in a job of mpirun): that alone. Default POLYREME_TRANSPORT, or "auto". Does not
+            change the bits.
         interface: name or address of the network interface over which the other hosts reach this one;
             default POLYREME_INTERFACE, or the one that leads to rank 0.
         timeout_s: limit of one collective among live ranks.
@@ -155,7 +156,7 @@ def init(
             store_fd=-1 if meeting.store_fd is None else meeting.store_fd,
             secret=meeting.secret,
             job_id=meeting.job_id,
-            transport=transport,
+            transport=transport if transport is not None else os.environ.get("POLYREME_TRANSPORT", "auto"),
             interface=interface if interface is not None else os.environ.get("POLYREME_INTERFACE", ""),
             init_timeout_s=left_s,
             timeout_s=timeout_s,

@@ -17,6 +17,7 @@ import polyreme as pr
 import pytest
 import slurm_cluster
 from helpers import HANG_S, TINY, alone, batches, clean_environment, processes_with, train
+from polyreme import _core
 from slurm_cluster import Cluster, free_ports
 
 # Not in the tests of wheels: the package is the same there.
@@ -204,6 +205,17 @@ def test_mpirun(training, expected, mpirun, num_ranks, launcher):
     code, output = training.run(LAUNCH / "mpirun.sh", num_ranks, training.script, MPIRUN=mpirun)
     assert code == 0, output
     training.check_trained(expected, launcher, num_ranks)
+
+
+def test_mpi_moves_the_data_too(training, expected):
+    need(OPEN_MPI)
+    if not (Path(_core.__file__).parent / "libpolyreme_mpi.so").exists():
+        assert not os.environ.get("POLYREME_REQUIRE_LAUNCHERS"), "built without MPI"
+        pytest.skip("built without MPI")
+    where = {"MPIRUN": OPEN_MPI, "POLYREME_TRANSPORT": "mpi"}
+    code, output = training.run(LAUNCH / "mpirun.sh", 4, training.script, **where)
+    assert code == 0, output
+    training.check_trained(expected, "Open MPI", 4)
 
 
 @pytest.mark.parametrize("mpirun", [OPEN_MPI, HYDRA])

@@ -247,9 +247,9 @@ TEST(Scenario, F43_TwoThreadsInOneGroup) {
       all_ok(2));
 }
 
-// 6 GB and half a minute: run with POLYREME_TEST_HUGE=1.
+// 6 GB and half a minute: run with POLYREME_TEST_FULL=1.
 TEST(Scenario, F44_MoreThanTwoToThe31Elements) {
-  if (std::getenv("POLYREME_TEST_HUGE") == nullptr) GTEST_SKIP() << "POLYREME_TEST_HUGE is not set";
+  if (std::getenv("POLYREME_TEST_FULL") == nullptr) GTEST_SKIP() << "takes 6 GB; set POLYREME_TEST_FULL=1";
   CommOptions options;
   options.timeout = seconds(120);
   const int64_t count = (int64_t{1} << 31) + 5;
