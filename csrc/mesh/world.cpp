@@ -68,6 +68,7 @@ std::unique_ptr<Communicator> make_communicator(Store& store, const WorldOptions
                                .secret = options.secret,
                                .init_limit = options.init_timeout,
                                .peer_timeout = options.peer_timeout};
+  if (options.transport == "mpi") return make_mpi_communicator(options.rank, options.size, comm);
   if (options.transport == "tcp") return make_tcp_communicator(store, options.rank, options.size, tcp, comm);
   return make_hierarchical_communicator(store, options.rank, hosts, options.job_id, tcp, comm);
 }

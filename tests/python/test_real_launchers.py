@@ -207,8 +207,9 @@ def test_mpirun(training, expected, mpirun, num_ranks, launcher):
     training.check_trained(expected, launcher, num_ranks)
 
 
-def test_mpi_moves_the_data_too(training, expected):
+def test_mpi_moves_the_data_too(tmp_path, expected):
     need(OPEN_MPI)
+    training = Job(tmp_path, TRAIN + 'assert "libpolyreme_mpi.so" in open("/proc/self/maps").read()\n')
     if not (Path(_core.__file__).parent / "libpolyreme_mpi.so").exists():
         assert not os.environ.get("POLYREME_REQUIRE_LAUNCHERS"), "built without MPI"
         pytest.skip("built without MPI")
