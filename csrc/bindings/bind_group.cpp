@@ -91,8 +91,9 @@ class ArrayGroup {
   }
   template <typename Call>
   PendingWork issue(const Call& call) {
+    Stream& stream = world_.background();  // under the GIL: one thread makes it
     const py::gil_scoped_release release;
-    return PendingWork(call(world_.background()));
+    return PendingWork(call(stream));
   }
 
   World& world_;

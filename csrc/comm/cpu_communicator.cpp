@@ -107,6 +107,7 @@ CallMemory in_place(const Tensor& data) {
 // wait for the other. A device that runs streams at its own pace needs the edges; the immediate CPU
 // device has none to wait for.
 struct IssueOrder {
+  SingleUser single_user;
   std::shared_ptr<PendingCall> last;
   std::shared_ptr<Event> done;
   Device* device = nullptr;
@@ -130,7 +131,9 @@ SingleUser::Guard::Guard(SingleUser& owner, const std::string& group, int rank) 
   const std::thread::id self = std::this_thread::get_id();
   outermost_ = user_.compare_exchange_strong(nobody, self);
   require(outermost_ || nobody == self, "group '", group, "', rank ", rank,
-          ": concurrent use by two threads; give each thread a group of its own (split)");
+          ": concurrent use by two threads; the collectives of a group and of those split from it must come "
+          "in one "
+          "order on all ranks: issue them from one thread");
 }
 
 CpuCommunicator::CpuCommunicator(std::shared_ptr<Transport> transport, GroupJournal journal,
@@ -147,7 +150,7 @@ CpuCommunicator::~CpuCommunicator() {
 
 SingleUser::Guard CpuCommunicator::enter() {
   fork_guard_.require_own("this communicator");
-  return {single_user_, *transport_};
+  return {order_->single_user, *transport_};
 }
 
 std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory memory,
@@ -302,6 +305,7 @@ std::unique_ptr<Communicator> CpuCommunicator::split(int color, int key, const s
 }
 
 void CpuCommunicator::abort(const std::string& reason) noexcept {
+  if (fork_guard_.is_inherited()) return;
   try {
     transport_->abort(concat(transport_->who(rank()), " aborted the group: ", reason));
   } catch (const std::exception&) {
@@ -310,7 +314,7 @@ void CpuCommunicator::abort(const std::string& reason) noexcept {
 }
 
 void CpuCommunicator::set_label(const std::string& label) {
-  const SingleUser::Guard guard(single_user_, *transport_);
+  const SingleUser::Guard guard = enter();
   journal_.set_label(label);
 }
 

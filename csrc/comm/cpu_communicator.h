@@ -15,9 +15,6 @@
 
 namespace polyreme {
 
-// The order in which one rank's collectives run, over a communicator and those split from it.
-struct IssueOrder;
-
 // Finds two threads that use one object at once. Nested use by one thread is fine: a device may run
 // an operation while it is enqueued.
 class SingleUser {
@@ -43,6 +40,10 @@ class SingleUser {
  private:
   std::atomic<std::thread::id> user_{};
 };
+
+// The order in which one rank's collectives run, over a communicator and those split from it. It is the same
+// on all ranks only if one thread issues them.
+struct IssueOrder;
 
 // A communicator on the CPU device: what all transports share. It checks arguments, gives calls their place
 // in streams and their sequence numbers, and hands them to the transport one by one.
@@ -70,7 +71,9 @@ class CpuCommunicator final : public Communicator {
   void barrier(std::chrono::milliseconds limit) override;
   std::unique_ptr<Communicator> split(int color, int key, const std::string& name) override;
   void abort(const std::string& reason) noexcept override;
-  void fail(const std::string& text) noexcept override { transport_->abort(text); }
+  void fail(const std::string& text) noexcept override {
+    if (!fork_guard_.is_inherited()) transport_->abort(text);
+  }
   void set_label(const std::string& label) override;
 
   // The first call of a group whose ranks join one by one. Throws as barrier does.
@@ -88,7 +91,6 @@ class CpuCommunicator final : public Communicator {
   GroupJournal journal_;
   std::shared_ptr<IssueOrder> order_;
   int exceptions_at_birth_;
-  SingleUser single_user_;
   ForkGuard fork_guard_;
 };
 

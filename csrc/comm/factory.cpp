@@ -57,7 +57,7 @@ class SharedOpening {
  public:
   SharedOpening(Store& store, int rank, int size, const std::string& job_id, const CommOptions& options,
                 int job_rank)
-      : store_(store), source_(make_posix_source(job_id)) {
+      : store_(store), source_(make_posix_source(job_id)), segment_{source_, {}} {
     // The n-th group of this name; each rank counts for itself, so a key is never used twice.
     const std::string base = concat("shm/", options.name, "/");
     key_ = concat(base, store.add(concat(base, "rank", rank), 1));
@@ -65,10 +65,7 @@ class SharedOpening {
         rank == 0 ? create(size, options) : attach_memory(rank, options);
     transport_ = std::make_unique<SharedTransport>(make_group(memory, rank, size, options, job_rank), source_,
                                                    options.chunk_bytes);
-    if (rank == 0) store_.set(key_, invitation(segment_));
-  }
-  ~SharedOpening() {
-    if (!segment_.empty()) source_->forget(segment_);
+    if (rank == 0) store_.set(key_, invitation(segment_.name));
   }
   SharedOpening(const SharedOpening&) = delete;
   SharedOpening& operator=(const SharedOpening&) = delete;
@@ -76,7 +73,7 @@ class SharedOpening {
   std::unique_ptr<Transport> take_transport() { return std::move(transport_); }
   // Rank 0, after a failure.
   void tell(const std::string& text) noexcept {
-    if (segment_.empty()) return;
+    if (segment_.name.empty()) return;
     try {
       store_.set(key_, "error " + text);
     } catch (const std::exception&) {  // they will miss the store itself
@@ -86,7 +83,7 @@ class SharedOpening {
  private:
   std::shared_ptr<SharedMemory> create(int size, const CommOptions& options) {
     try {
-      return create_segment(*source_, size, options, &segment_);
+      return create_segment(*source_, size, options, &segment_.name);
     } catch (const std::exception& failure) {
       store_.set(key_, std::string("error ") + failure.what());
       throw;
@@ -106,7 +103,7 @@ class SharedOpening {
   Store& store_;
   std::shared_ptr<SharedMemorySource> source_;
   std::string key_;
-  std::string segment_;  // on rank 0
+  SharedName segment_;  // on rank 0
   std::unique_ptr<Transport> transport_;
 };
 

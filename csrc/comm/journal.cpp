@@ -15,6 +15,7 @@
 
 #include "base/error.h"
 #include "comm/net/socket.h"
+#include "comm/shared_memory/memory.h"
 #include "comm/shared_memory/process.h"
 
 namespace polyreme {
@@ -86,7 +87,7 @@ FileDescriptor make_file(const FileDescriptor& directory, const char* name, cons
   FileDescriptor file(openat(directory.get(), name, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
   require<CommError>(static_cast<bool>(file), "cannot make the journal ", path, ": ", std::strerror(errno));
   // Without the reservation a full disk would be a SIGBUS in the middle of an operation.
-  const int error = posix_fallocate(file.get(), 0, static_cast<off_t>(size_bytes));
+  const int error = reserve_pages(file.get(), 0, static_cast<int64_t>(size_bytes));
   if (error != 0) unlinkat(directory.get(), name, 0);
   require<OutOfMemory>(error == 0, "no room for the journal ", path, ", ", size_bytes,
                        " bytes: ", std::strerror(error));

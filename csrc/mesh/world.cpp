@@ -82,8 +82,12 @@ Stream& World::background() {
 
 void World::stop_background(const std::string& reason) noexcept {
   if (!background_ || is_inherited()) return;
-  if (!background_->is_idle()) communicator_->abort(reason);
-  background_.reset();
+  if (background_->is_idle()) return;
+  communicator_->abort(reason);
+  try {
+    background_->synchronize();
+  } catch (const std::exception&) {  // that of what was aborted
+  }
 }
 
 void World::start_watch(WatchOptions options) {

@@ -51,6 +51,11 @@ class World {
         communicator_(std::move(communicator)),
         hosts_(std::move(hosts)) {}
 
+  // Does not wait for the other ranks: collectives in flight fail, here and there.
+  ~World() { stop_background("its world was destroyed"); }
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
   int rank() const { return communicator_->rank(); }
   int size() const { return communicator_->size(); }
   Device& device() const { return *device_; }

@@ -25,9 +25,10 @@ Result = TypeVar("Result")
 class Work(Generic[Result]):
     """A collective in flight. The arrays it works on must be left alone until `wait` returns."""
 
-    def __init__(self, core: _core.Work, result: Result) -> None:
+    def __init__(self, core: _core.Work, result: Result, group: Group) -> None:
         self._core = core
         self._result = result
+        self._group = group  # the world it runs in must not end before
 
     def wait(self) -> Result:
         """Blocks until the result is in place, and returns it. Other Python threads run meanwhile.
@@ -101,7 +102,7 @@ class Group:
         elif out is not array:
             _require_shape("all_reduce", out, tuple(np.shape(array)))
             out[...] = array
-        return _finish(self._core.all_reduce(out, op), out, wait)
+        return self._finish(self._core.all_reduce(out, op), out, wait)
 
     def reduce_scatter(self, array: Any, op: str = "sum", *, out: Any = None, wait: bool = True) -> Any:
         """Everybody's `array`, reduced, of which each member gets its equal part along the first dim.
@@ -111,7 +112,7 @@ class Group:
         array = _readable(array)
         rows = self._rows_each("reduce_scatter", array)
         out = _output("reduce_scatter", out, array, (rows, *array.shape[1:]))
-        return _finish(self._core.reduce_scatter(array, out, op), out, wait)
+        return self._finish(self._core.reduce_scatter(array, out, op), out, wait)
 
     def all_gather(
         self, array: Any, *, rows: Sequence[int] | None = None, out: Any = None, wait: bool = True
@@ -128,7 +129,7 @@ class Group:
         counts = [] if rows is None else [n * width for n in self._check_rows("all_gather: rows", rows)]
         total = self.size * array.shape[0] if rows is None else sum(rows)
         out = _output("all_gather", out, array, (total, *array.shape[1:]))
-        return _finish(self._core.all_gather(array, out, counts), out, wait)
+        return self._finish(self._core.all_gather(array, out, counts), out, wait)
 
     def broadcast(self, array: Any, root: int = 0, *, wait: bool = True) -> Any:
         """Member `root`'s array into everybody's `array`, in place.
@@ -136,7 +137,7 @@ class Group:
         Returns: `array`, or its `Work` if not `wait`.
         """
         root = self._check_member("broadcast: root", root)
-        return _finish(self._core.broadcast(array, root), array, wait)
+        return self._finish(self._core.broadcast(array, root), array, wait)
 
     def all_to_all(
         self,
@@ -169,7 +170,7 @@ class Group:
             receives = [n * width for n in self._check_rows("all_to_all: receive_rows", receive_rows)]
             total = sum(receive_rows)
         out = _output("all_to_all", out, array, (total, *array.shape[1:]))
-        return _finish(self._core.all_to_all(array, out, sends, receives), out, wait)
+        return self._finish(self._core.all_to_all(array, out, sends, receives), out, wait)
 
     def send(self, array: Any, to: int, *, wait: bool = True) -> Any:
         """Sends `array` to another member, which calls `receive`. Returns None, or a `Work`."""
@@ -199,7 +200,7 @@ class Group:
         """
         to = [(_readable(array), self._check_member("exchange: receiver", peer)) for array, peer in sends]
         source = [(array, self._check_member("exchange: sender", peer)) for array, peer in receives]
-        return _finish(self._core.exchange(to, source), None, wait)
+        return self._finish(self._core.exchange(to, source), None, wait)
 
     def barrier(self, timeout_s: float = 600.0) -> None:
         """Waits until every member has called it.
@@ -208,6 +209,10 @@ class Group:
             Timeout: after `timeout_s`, naming the missing ones.
         """
         self._core.barrier(check_timeout("barrier: timeout_s", timeout_s))
+
+    def _finish(self, core: _core.Work, result: Any, wait: bool) -> Any:
+        work = Work(core, result, self)
+        return work.wait() if wait else work
 
     def _check_member(self, what: str, place: int) -> int:
         try:
@@ -231,11 +236,6 @@ class Group:
                 f"{what}: the first dim of {tuple(array.shape)} must be a multiple of the {self.size} members"
             )
         return int(rows) // self.size
-
-
-def _finish(core: _core.Work, result: Any, wait: bool) -> Any:
-    work = Work(core, result)
-    return work.wait() if wait else work
 
 
 def _readable(array: Any) -> Any:

@@ -30,7 +30,10 @@ MessageGroup::~MessageGroup() { leave("its communicator was destroyed"); }
 
 void MessageGroup::begin(const CollectiveCall& call, std::chrono::milliseconds limit) {
   throw_if_failed();
-  call_ = call;
+  {
+    const std::lock_guard lock(call_mutex_);
+    call_ = call;
+  }
   limit_ = limit;
 }
 
@@ -208,6 +211,7 @@ void MessageGroup::leave(const std::string& why) noexcept {
 
 std::string MessageGroup::where() const {
   std::string text = concat("group '", options_.name, "', rank ", rank_);
+  const std::lock_guard lock(call_mutex_);
   if (call_.op != CollectiveOp::kNone) text += concat(", ", call_.to_string(), ", sequence ", call_.sequence);
   return text;
 }

@@ -105,6 +105,7 @@ class MessageGroup {
   std::vector<Opening> openings_;  // to each peer, then from each peer
   std::unique_ptr<char[]> staging_;
 
+  mutable std::mutex call_mutex_;  // where() comes from the thread that issues, too
   CollectiveCall call_;
   std::chrono::milliseconds limit_{0};
   bool opening_ = false;

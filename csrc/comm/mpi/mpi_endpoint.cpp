@@ -72,7 +72,8 @@ struct Introduction {
 // A rank of a group.
 struct Member {
   int32_t world_rank;
-  std::string who;  // but for the rank: "host a, pid 123"
+  std::string host;
+  int64_t pid = 0;
 };
 
 class MpiEndpoint final : public Endpoint {
@@ -85,7 +86,8 @@ class MpiEndpoint final : public Endpoint {
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(members_.size()); }
   std::string who(int rank) const override {
-    return concat("rank ", rank, " (", members_[static_cast<size_t>(rank)].who, ")");
+    const Member& member = members_[static_cast<size_t>(rank)];
+    return rank_text(rank, member.world_rank, member.host, member.pid);
   }
   void exchange(std::span<const Message> messages, milliseconds limit) override;
   void fail(FailureKind kind, const std::string& text) noexcept override;
@@ -327,8 +329,7 @@ std::unique_ptr<MpiEndpoint> MpiEndpoint::open_group(const std::vector<int>& ran
   for (size_t i = 0; i < ranks.size(); ++i) {
     all[i].host[sizeof(all[i].host) - 1] = '\0';
     tag = std::max(tag, all[i].next_tag);
-    members.push_back({members_[static_cast<size_t>(ranks[i])].world_rank,
-                       concat("host ", all[i].host, ", pid ", all[i].pid)});
+    members.push_back({members_[static_cast<size_t>(ranks[i])].world_rank, all[i].host, all[i].pid});
   }
   require<CommError>(tag >= 0 && tag <= max_tag_ - kTagsPerGroup, "MPI has no tags left for another group (",
                      max_tag_, " in all); make fewer groups");
@@ -354,7 +355,7 @@ std::unique_ptr<Endpoint> make_mpi_endpoint(const std::string& name, millisecond
   std::vector<Member> members;
   std::vector<int> ranks;
   for (int r = 0; r < world.size; ++r) {
-    members.push_back({r, "of the MPI job"});
+    members.push_back({r, "not known yet"});
     ranks.push_back(r);
   }
   MpiEndpoint lobby(table, world.max_tag, std::move(members), world.rank, kLobbyTag);

@@ -69,7 +69,7 @@ NcclFamily::~NcclFamily() {
 
 std::string NcclFamily::who(const NcclGroup& group, int rank) const {
   const RankRecord& record = options_.records[static_cast<size_t>(group.members[static_cast<size_t>(rank)])];
-  return concat("rank ", rank, " (host ", record.host, ", pid ", record.pid, ")");
+  return rank_text(rank, group.members[static_cast<size_t>(rank)], record.host, record.pid);
 }
 
 std::string NcclFamily::where(const NcclGroup& group, const CollectiveCall& call) const {

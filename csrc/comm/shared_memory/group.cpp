@@ -152,7 +152,10 @@ void SharedGroup::choose_waiting() {
 }
 
 void SharedGroup::begin(const CollectiveCall& call, std::chrono::milliseconds limit) {
-  call_ = call;
+  {
+    const std::lock_guard lock(call_mutex_);
+    call_ = call;
+  }
   limit_ = limit;
   mine().call[slot()] = call;
   opening_ = true;
@@ -418,6 +421,7 @@ std::string SharedGroup::who(int rank) const {
 
 std::string SharedGroup::where() const {
   std::string text = concat("group '", options_.name, "', rank ", rank_);
+  const std::lock_guard lock(call_mutex_);
   if (call_.op != CollectiveOp::kNone) text += concat(", ", call_.to_string(), ", sequence ", call_.sequence);
   return text;
 }

@@ -170,6 +170,7 @@ class SharedGroup {
   std::vector<std::weak_ptr<SharedGroup>> subgroups_;
 
   uint64_t meetings_ = 0;
+  mutable std::mutex call_mutex_;  // where() comes from the thread that issues, too
   CollectiveCall call_;
   std::chrono::milliseconds limit_{0};
   bool opening_ = false;  // the next meeting is the first one of the call

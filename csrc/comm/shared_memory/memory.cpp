@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/fork.h"
 
 namespace polyreme {
 namespace {
@@ -81,18 +82,21 @@ class PosixArena final : public SharedArena {
 
   // Without the reservation a full /dev/shm would be a SIGBUS at the first touch.
   bool commit(size_t offset, size_t size_bytes) noexcept override {
-    if (posix_fallocate(file_.fd, static_cast<off_t>(offset), static_cast<off_t>(size_bytes)) == 0)
+    if (fork_guard_.is_inherited()) return false;
+    if (reserve_pages(file_.fd, static_cast<int64_t>(offset), static_cast<int64_t>(size_bytes)) == 0)
       return true;
     decommit(offset, size_bytes);  // the part that was had
     return false;
   }
   void decommit(size_t offset, size_t size_bytes) noexcept override {
+    if (fork_guard_.is_inherited()) return;  // the pages are the parent's, too
     fallocate(file_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
               static_cast<off_t>(size_bytes));
   }
 
  private:
   OpenFile file_;
+  ForkGuard fork_guard_;
 };
 
 size_t host_memory_bytes() {
@@ -126,7 +130,7 @@ class PosixSource final : public SharedMemorySource {
       // Without the reservation a full /dev/shm would be a SIGBUS at the first touch.
       const auto length = static_cast<off_t>(size_bytes);
       int error = ftruncate(file.fd, length) == 0 ? 0 : errno;
-      if (error == 0) error = posix_fallocate(file.fd, 0, length);
+      if (error == 0) error = reserve_pages(file.fd, 0, length);
       if (error != 0) throw OutOfMemory(full_text(file.fd, size_bytes, error));
       auto memory = map_bytes(file.fd, size_bytes);
       *name = fresh;
@@ -204,6 +208,14 @@ class PosixSource final : public SharedMemorySource {
 };
 
 }  // namespace
+
+int reserve_pages(int fd, int64_t begin, int64_t size_bytes) {
+  int error = 0;
+  do {
+    error = posix_fallocate(fd, static_cast<off_t>(begin), static_cast<off_t>(size_bytes));
+  } while (error == EINTR);
+  return error;
+}
 
 std::shared_ptr<SharedMemorySource> make_heap_source() { return std::make_shared<HeapSource>(); }
 

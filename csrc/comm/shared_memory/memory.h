@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -48,6 +49,18 @@ class SharedMemorySource {
   // Takes the name away; who has the memory keeps it. Twice is allowed.
   virtual void forget(const std::string& name) noexcept = 0;
 };
+
+// Takes a name away when it ends. Empty: nothing to do.
+struct SharedName {
+  std::shared_ptr<SharedMemorySource> source;
+  std::string name;
+  ~SharedName() {
+    if (!name.empty()) source->forget(name);
+  }
+};
+
+// posix_fallocate that starts again when a signal ends it. Returns errno, or 0.
+int reserve_pages(int fd, int64_t begin, int64_t size_bytes);
 
 // Memory of this process, for ranks that are its threads.
 std::shared_ptr<SharedMemorySource> make_heap_source();

@@ -14,7 +14,10 @@ void SharedTransport::run(const CollectiveCall& call, const CallMemory& memory,
   group_->begin(call, limit);
   try {
     move(call, memory);
-  } catch (...) {
+  } catch (const std::exception& failure) {
+    // Known first: after it nobody begins to read what the caller may free.
+    group_->fail(FailureKind::kPeerLost,
+                 concat(who(rank()), " failed in ", call.to_string(), ": ", failure.what()));
     group_->wait_for_readers();
     throw;
   }
@@ -62,13 +65,7 @@ void SharedTransport::share_heap() {
   } catch (const Error&) {
     text.clear();
   }
-  struct Forgetter {
-    SharedMemorySource& source;
-    const std::string& name;
-    ~Forgetter() {
-      if (!name.empty()) source.forget(name);
-    }
-  } forgetter{*source_, text};
+  const SharedName forgotten_at_the_end{source_, text};
   std::memcpy(name.text, text.c_str(), std::min(text.size(), sizeof(name.text) - 1));
   const std::vector<Name> names = exchange_notes(*group_, name);
   char complete = own ? 1 : 0;

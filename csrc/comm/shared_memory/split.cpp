@@ -57,13 +57,7 @@ std::unique_ptr<Transport> SharedTransport::split(const CollectiveCall& call, in
     std::memcpy(offer.text, text.c_str(), text.size());
   }
   // The name is taken away again whatever happens from here on.
-  struct Forgetter {
-    SharedMemorySource& source;
-    std::string name;
-    ~Forgetter() {
-      if (!name.empty()) source.forget(name);
-    }
-  } forgetter{*source_, offer.outcome == Offer::Outcome::kMade ? offer.text : ""};
+  const SharedName forgotten_at_the_end{source_, offer.outcome == Offer::Outcome::kMade ? offer.text : ""};
 
   const std::vector<Offer> offers = exchange_notes(*group_, offer);
   for (size_t r = 0; r < offers.size(); ++r) {
