@@ -193,7 +193,7 @@ Tensor CpuCommunicator::allocate(Device& device, DType dtype, const Shape& shape
     device.count_host_memory(-bytes);
     kept.reset();
   });
-  return Tensor(device.wrap_host(address, size_bytes, std::move(counted)), dtype, shape);
+  return Tensor(device.wrap_host(address, size_bytes, counted), dtype, shape);
 }
 
 std::unique_ptr<Work> CpuCommunicator::all_reduce(const Tensor& data, ReduceOp op, Stream& stream) {

@@ -30,8 +30,9 @@ T combine(T a, T b) {
     return (a < b || a != a) ? a : b;
   } else if constexpr (std::is_integral_v<T>) {
     // Unsigned, and no narrower than unsigned int: signed overflow is undefined.
-    using U = std::common_type_t<std::make_unsigned_t<T>, unsigned>;
-    const U x = static_cast<U>(a), y = static_cast<U>(b);
+    using Same = std::make_unsigned_t<T>;
+    using U = std::common_type_t<Same, unsigned>;
+    const U x{static_cast<Same>(a)}, y{static_cast<Same>(b)};
     return static_cast<T>(kOp == ReduceOp::kSum ? x + y : x * y);
   } else {
     return kOp == ReduceOp::kSum ? a + b : a * b;

@@ -98,7 +98,8 @@ class Device {
   virtual std::shared_ptr<Buffer> allocate(size_t size_bytes, const char* label) = 0;
   // Memory of the host that somebody else owns as a buffer of this device; it lives as long as `owner`.
   // Throws NotAvailable where operations cannot use such memory.
-  virtual std::shared_ptr<Buffer> wrap_host(void* address, size_t size_bytes, std::shared_ptr<void> owner);
+  virtual std::shared_ptr<Buffer> wrap_host(void* address, size_t size_bytes,
+                                            const std::shared_ptr<void>& owner);
   // Counts in memory() what was taken elsewhere for this device, and given back (negative).
   virtual void count_host_memory(int64_t) {}
   // `name` (a string literal) is named in errors about ordering.

@@ -65,7 +65,7 @@ class MessageGroup {
   const char* incoming(int peer) { return received(peer).payload; }
   // Space for one opening to and from each peer; those of an exchange use it too.
   Opening& sent(int peer) { return openings_[static_cast<size_t>(peer)]; }
-  Opening& received(int peer) { return openings_[static_cast<size_t>(size_ + peer)]; }
+  Opening& received(int peer) { return openings_[static_cast<size_t>(size_) + static_cast<size_t>(peer)]; }
 
   // Runs the messages. Throws PeerLost, Timeout or CollectiveMismatch; the group is broken then.
   void exchange(std::span<const Message> messages) { exchange(messages, limit_); }

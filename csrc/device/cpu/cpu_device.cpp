@@ -57,8 +57,9 @@ class ImmediateDevice final : public Device {
   std::shared_ptr<Buffer> allocate(size_t size_bytes, const char* label) override {
     return allocator_->allocate(size_bytes, label);
   }
-  std::shared_ptr<Buffer> wrap_host(void* address, size_t size_bytes, std::shared_ptr<void> owner) override {
-    return std::make_shared<HostBuffer>(address, size_bytes, std::move(owner));
+  std::shared_ptr<Buffer> wrap_host(void* address, size_t size_bytes,
+                                    const std::shared_ptr<void>& owner) override {
+    return std::make_shared<HostBuffer>(address, size_bytes, owner);
   }
   std::unique_ptr<Stream> create_stream(const char*, StreamKind kind) override {
     const uint32_t id = next_stream_id_++;
@@ -96,7 +97,7 @@ void ImmediateStream::enqueue(const OpInfo& info, std::vector<Access>, CpuFuncti
 
 }  // namespace
 
-std::shared_ptr<Buffer> Device::wrap_host(void*, size_t size_bytes, std::shared_ptr<void>) {
+std::shared_ptr<Buffer> Device::wrap_host(void*, size_t size_bytes, const std::shared_ptr<void>&) {
   throw NotAvailable(concat(description(), " cannot work on ", size_bytes,
                             " bytes of host memory in place; copy them to the device first"));
 }

@@ -147,8 +147,9 @@ class DeferredDevice final : public Device {
   DeviceKind kind() const override { return DeviceKind::kCpu; }
   std::string description() const override { return concat("cpu, deferred, ", isa_name(isa_)); }
   std::shared_ptr<Buffer> allocate(size_t size_bytes, const char* label) override;
-  std::shared_ptr<Buffer> wrap_host(void* address, size_t size_bytes, std::shared_ptr<void> owner) override {
-    return std::make_shared<GuardedBuffer>(*this, address, size_bytes, std::move(owner));
+  std::shared_ptr<Buffer> wrap_host(void* address, size_t size_bytes,
+                                    const std::shared_ptr<void>& owner) override {
+    return std::make_shared<GuardedBuffer>(*this, address, size_bytes, owner);
   }
   std::unique_ptr<Stream> create_stream(const char* name, StreamKind) override {
     auto stream = std::make_unique<DeferredStream>(*this, static_cast<uint32_t>(streams_.size()), name);
