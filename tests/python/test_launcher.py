@@ -155,7 +155,8 @@ def test_modules_and_exit_codes(job: Job) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-n", "0", "x.py"], "the number of ranks is 0; give -n 1 or more"),
+        (["-n", "0", "x.py"], "the number of ranks is 0; give -n 1 to 1024"),
+        (["-n", "99999", "x.py"], "the number of ranks is 99999; give -n 1 to 1024"),
         (["-n", "2", "absent.py"], "script 'absent.py' does not exist"),
         (["-n", "2"], "no script given"),
         (["-n", "two", "x.py"], "invalid int value: 'two'"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 PREFIX_MODES = ("auto", "always", "never")
 BIND_MODES = ("auto", "none")
+MAX_RANKS = 1024  # of one host: far more than its cores, and a slip of the keyboard does no harm
 
 
 class LaunchError(ValueError):
@@ -44,8 +45,10 @@ class LaunchConfig:
     exit_grace_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise LaunchError(f"the number of ranks is {self.num_ranks}; give -n 1 or more")
+        if not 1 <= self.num_ranks <= MAX_RANKS:
+            raise LaunchError(
+                f"the number of ranks is {self.num_ranks}; give -n 1 to {MAX_RANKS}, what one host can hold"
+            )
         if self.bind not in BIND_MODES:
             raise LaunchError(f"bind is '{self.bind}'; one of {', '.join(BIND_MODES)}")
         if self.prefix not in PREFIX_MODES:
