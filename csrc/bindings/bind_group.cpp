@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include "base/fork.h"
 #include "bindings/array_view.h"
 #include "bindings/bindings.h"
 #include "mesh/mesh.h"
@@ -23,12 +24,14 @@ class PendingWork {
  public:
   explicit PendingWork(std::unique_ptr<Work> work) : work_(std::move(work)) {}
   void wait() {
+    fork_guard_.require_own("this work");
     if (work_) work_->wait();
     work_.reset();
   }
 
  private:
   std::unique_ptr<Work> work_;
+  ForkGuard fork_guard_;
 };
 
 // A group of a mesh for arrays of Python, on the background stream of its world.
@@ -106,7 +109,8 @@ void bind_group(py::module_& m) {
   py::class_<PendingWork>(m, "Work").def("wait", &PendingWork::wait,
                                          py::call_guard<py::gil_scoped_release>());
 
-  const auto keep_group = py::keep_alive<0, 1>();
+  // What Python gets of a collective keeps its group itself (polyreme.group.Work): pybind11 would look at the
+  // result of a call whose arguments it could not convert.
   py::class_<ArrayGroup>(m, "Group")
       .def(py::init([](World& world, const Mesh& mesh, const std::vector<std::string>& axes) {
              return std::make_unique<ArrayGroup>(world, mesh.group(axes));
@@ -115,13 +119,12 @@ void bind_group(py::module_& m) {
       .def_property_readonly("rank", &ArrayGroup::rank)
       .def_property_readonly("size", &ArrayGroup::size)
       .def_property_readonly("name", &ArrayGroup::name)
-      .def("all_reduce", &ArrayGroup::all_reduce, "data"_a, "op"_a, keep_group)
-      .def("reduce_scatter", &ArrayGroup::reduce_scatter, "input"_a, "output"_a, "op"_a, keep_group)
-      .def("all_gather", &ArrayGroup::all_gather, "input"_a, "output"_a, "counts"_a, keep_group)
-      .def("broadcast", &ArrayGroup::broadcast, "data"_a, "root"_a, keep_group)
-      .def("all_to_all", &ArrayGroup::all_to_all, "input"_a, "output"_a, "send_counts"_a, "receive_counts"_a,
-           keep_group)
-      .def("exchange", &ArrayGroup::exchange, "sends"_a, "receives"_a, keep_group)
+      .def("all_reduce", &ArrayGroup::all_reduce, "data"_a, "op"_a)
+      .def("reduce_scatter", &ArrayGroup::reduce_scatter, "input"_a, "output"_a, "op"_a)
+      .def("all_gather", &ArrayGroup::all_gather, "input"_a, "output"_a, "counts"_a)
+      .def("broadcast", &ArrayGroup::broadcast, "data"_a, "root"_a)
+      .def("all_to_all", &ArrayGroup::all_to_all, "input"_a, "output"_a, "send_counts"_a, "receive_counts"_a)
+      .def("exchange", &ArrayGroup::exchange, "sends"_a, "receives"_a)
       .def("set_label", &ArrayGroup::set_label, "label"_a)
       .def("barrier", &ArrayGroup::barrier, "timeout_s"_a, py::call_guard<py::gil_scoped_release>());
 }

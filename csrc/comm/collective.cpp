@@ -22,18 +22,22 @@ void require_reducible(const char* op, DType dtype, ReduceOp reduce) {
           "; convert to float32 first, or reduce by sum and divide");
 }
 
+const char* begin_of(const Tensor& tensor) { return static_cast<const char*>(tensor.raw_address()); }
+
+// By address: two buffers can be views of one array of somebody else.
 bool overlap(const Tensor& a, const Tensor& b) {
-  if (a.buffer() != b.buffer() || a.numel() == 0 || b.numel() == 0) return false;
-  return a.end_byte() > b.begin_byte() && b.end_byte() > a.begin_byte();
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  return begin_of(a) < begin_of(b) + b.size_bytes() && begin_of(b) < begin_of(a) + a.size_bytes();
 }
 
 // `part` may be this rank's slice of `whole`, which begins at byte `slice_byte` of it, or apart from it.
 void require_apart(const char* op, const Tensor& part, const Tensor& whole, int64_t slice_byte) {
-  const int64_t own_slice = whole.begin_byte() + slice_byte;
-  require(!overlap(part, whole) || part.begin_byte() == own_slice, op,
-          ": input and output overlap at bytes [", part.begin_byte(), ", ", part.end_byte(), ") and [",
-          whole.begin_byte(), ", ", whole.end_byte(), ") of one buffer; only this rank's own slice, at byte ",
-          own_slice, ", may be shared");
+  if (!overlap(part, whole) || begin_of(part) == begin_of(whole) + slice_byte) return;
+  const int64_t place = begin_of(part) - begin_of(whole);
+  throw InvalidArgument(concat(op, ": input and output overlap: bytes [", place, ", ",
+                               place + part.size_bytes(),
+                               ") of the larger one are the other; only this rank's own slice, at byte ",
+                               slice_byte, ", may be shared"));
 }
 
 void require_same_dtype(const char* op, const Tensor& input, const Tensor& output) {

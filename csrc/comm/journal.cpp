@@ -63,8 +63,9 @@ const char* state_name(OperationState state) {
 
 // The directory, made if it is not there.
 FileDescriptor open_directory(const std::string& path) {
-  require<CommError>(mkdir(path.c_str(), 0700) == 0 || errno == EEXIST, "cannot make the record directory ",
-                     path, ": ", std::strerror(errno));
+  const int error = mkdir(path.c_str(), 0700) == 0 ? 0 : errno;
+  require<CommError>(error == 0 || error == EEXIST, "cannot make the record directory ", path, ": ",
+                     std::strerror(error));
   FileDescriptor directory(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   require<CommError>(static_cast<bool>(directory), "cannot open the record directory ", path, ": ",
                      std::strerror(errno));

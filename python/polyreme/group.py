@@ -60,6 +60,10 @@ class Group:
     the bits are the same on every member, backend and layout. float16 and bfloat16 are reduced in float32
     and rounded once.
 
+    All collectives of a rank, whatever their groups, run one after the other in the order of its calls. So two
+    ranks that share several groups must make their calls in one order over all of these groups, and from one
+    thread; which group is used first does not matter.
+
     All methods raise InvalidArgument before anything is sent; CollectiveMismatch, naming who called what,
     before memory is written; PeerLost and Timeout, naming the ranks.
     """
@@ -95,12 +99,20 @@ class Group:
     def all_reduce(self, array: Any, op: str = "sum", *, out: Any = None, wait: bool = True) -> Any:
         """Everybody's `array`, reduced, of the same shape on all members.
 
+        Where `out` is another array than `array`, it is a copy of it before anything is sent.
+
         Returns: the result (`out`, or a new array), or its `Work` if not `wait`.
         """
         if out is None:
             out = _copy("all_reduce: array", array)
         elif out is not array:
-            _require_shape("all_reduce", out, tuple(np.shape(array)))
+            array = np.asarray(array)
+            _require_shape("all_reduce", out, array.shape)
+            if getattr(out, "dtype", None) != array.dtype:
+                raise InvalidArgument(
+                    f"all_reduce: out is of {getattr(out, 'dtype', type(out).__name__)}, the array of {array.dtype};"
+                    " they must be equal"
+                )
             out[...] = array
         return self._finish(self._core.all_reduce(out, op), out, wait)
 

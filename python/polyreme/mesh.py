@@ -30,7 +30,7 @@ class Mesh:
 
     With the order (a, b, c), outermost first, the rank with coordinates (i, j, k) has the position
     (i * size(b) + j) * size(c) + k, and the members of every group are in order of position, however
-    its axes are named. All groups are made here, so they may be used in any order.
+    its axes are named. All groups are made here, so it does not matter which is used first.
 
     Args:
         dp: ranks of data parallelism; default: what the other axes leave.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from . import _core
-from .checks import MAX_THREADS, MAX_TIMEOUT_S, check_int, check_number, check_timeout
+from .checks import MAX_THREADS, MAX_TIMEOUT_S, check_int, check_number, check_timeout, check_type
 from .environment import RankEnvironment, meet, read_rank_environment
 from .errors import NotAvailable
 
@@ -138,6 +138,19 @@ def init(
         num_threads = check_int("init: num_threads", num_threads, 1, MAX_THREADS)
     timeout_s = check_timeout("init: timeout_s", timeout_s)
     init_timeout_s = check_timeout("init: init_timeout_s", init_timeout_s)
+    if transport is None:
+        transport = os.environ.get("POLYREME_TRANSPORT", "auto")
+    if interface is None:
+        interface = os.environ.get("POLYREME_INTERFACE", "")
+    texts = {
+        "device": device,
+        "isa": isa,
+        "executor": executor,
+        "transport": transport,
+        "interface": interface,
+    }
+    for name, value in texts.items():
+        check_type(f"init: {name}", value, str, "a text")
     heartbeat_s = check_number("init: heartbeat_s", heartbeat_s, 0.001, MAX_TIMEOUT_S)
     peer_timeout_s = check_number("init: peer_timeout_s", peer_timeout_s, 2 * heartbeat_s, MAX_TIMEOUT_S)
     if record_dir is None:
@@ -156,8 +169,8 @@ def init(
             store_fd=-1 if meeting.store_fd is None else meeting.store_fd,
             secret=meeting.secret,
             job_id=meeting.job_id,
-            transport=transport if transport is not None else os.environ.get("POLYREME_TRANSPORT", "auto"),
-            interface=interface if interface is not None else os.environ.get("POLYREME_INTERFACE", ""),
+            transport=transport,
+            interface=interface,
             init_timeout_s=left_s,
             timeout_s=timeout_s,
             # A port that is held accepts from the start; rank 0 answers once it is here.

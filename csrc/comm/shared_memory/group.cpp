@@ -292,8 +292,9 @@ void SharedGroup::time_out(Awaited& awaited) {
   look_for_dead(awaited);
   const std::vector<int> absent = awaited.missing();
   if (absent.empty()) return;  // they came this very moment
-  fail_and_throw(FailureKind::kTimeout, concat("waited ", static_cast<double>(limit_.count()) / 1000,
-                                               " s for ", progress_text(absent)));
+  fail_and_throw(FailureKind::kTimeout,
+                 concat(who(rank_), " in ", call_.to_string(), ", sequence ", call_.sequence, ", waited ",
+                        static_cast<double>(limit_.count()) / 1000, " s for ", progress_text(absent)));
 }
 
 std::string SharedGroup::completed_text(int rank) const {

@@ -45,7 +45,7 @@ void BackgroundStream::enqueue(const OpInfo& info, std::vector<Access> accesses,
 void BackgroundStream::record(Event& event) {
   auto point = std::make_shared<StreamPoint>();
   as_event(event).point = point;
-  push({.run = [point] { point->reach(); }, .skipped_after_error = false});
+  push({.run = [point] { point->reach(); }, .is_point = true});
 }
 
 void BackgroundStream::wait(Event& event) {
@@ -71,8 +71,9 @@ void BackgroundStream::work() {
     {
       Task task = std::move(tasks_.front());
       tasks_.pop_front();
-      running_ = true;
-      const bool skipped = task.skipped_after_error && (error_ || ending_);
+      // Who waits for a point may go on before this thread does, and must find the stream idle then.
+      running_ = !task.is_point;
+      const bool skipped = !task.is_point && (error_ || ending_);
       lock.unlock();
       std::exception_ptr error;
       try {

@@ -51,7 +51,7 @@ class BackgroundStream final : public CpuStream {
   struct Task {
     std::function<void()> run;
     std::vector<Access> accesses;  // keeps the buffers
-    bool skipped_after_error = true;
+    bool is_point = false;         // reached whatever went wrong before
   };
   void push(Task task);
   void work();

@@ -46,9 +46,9 @@ def examine() -> dict[str, Any]:
             "text": f"{cuda['message']}; training on GPUs comes with a later version",
         },
         "shm": {"usable": True, "text": "ranks of one host"},
-        "tcp": {"usable": False, "text": "rendezvous only; ranks on several hosts come with a later version"},
+        "tcp": {"usable": True, "text": "between hosts"},
         "nccl": {"usable": False, "text": f"{nccl['message']}; not yet seen on a GPU"},
-        "mpi": {"usable": False, "text": _found(build, "mpi")},
+        "mpi": {"usable": bool(build["mpi_version"]), "text": _found(build, "mpi")},
     }
     return {
         "version": build["version"],
@@ -85,7 +85,7 @@ def _found(build: dict[str, str], name: str) -> str:
     version = build[f"{name}_version"]
     if not version:
         return f"not found by the build: {build[f'{name}_absent']}"
-    return f"{version} found by the build; its transport comes with a later version"
+    return f"{version}, for transport='mpi'"
 
 
 def _free_bytes(path: str) -> int | None:

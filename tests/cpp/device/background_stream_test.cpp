@@ -32,6 +32,17 @@ TEST(BackgroundStream, RunsBesideTheHostAndInOrder) {
   EXPECT_EQ(order, (std::vector<int>{0, 1, 2}));
 }
 
+TEST(BackgroundStream, IsIdleOnceItsLastPointWasAwaited) {
+  Rig rig;
+  const auto event = rig.device->create_event();
+  for (int i = 0; i < 20000; ++i) {
+    enqueue(*rig.background, [] {});
+    rig.background->record(*event);
+    event->synchronize();
+    ASSERT_TRUE(rig.background->is_idle()) << "round " << i;
+  }
+}
+
 TEST(BackgroundStream, EventsOrderItWithOtherStreamsAndTheHost) {
   Rig rig;
   const auto other = rig.device->create_stream("other", StreamKind::kBackground);
