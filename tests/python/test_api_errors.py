@@ -396,6 +396,26 @@ def test_all_reduce(world):
         refused(pr.InvalidArgument, words, lambda array=array: group.all_reduce(array))
 
 
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize("reduction", [None, 3])
+def test_a_reduction_that_is_no_text_is_a_type_error(world, operation, reduction):
+    """It was a crash where the binding kept alive what a failed conversion had returned."""
+    with pytest.raises(TypeError):
+        getattr(pr.Mesh(world)["dp"], operation)(np.ones(4), reduction)
+
+
+@pytest.mark.parametrize("option", ["isa", "executor", "transport", "interface"])
+def test_init_with_a_wrong_type_does_not_show_the_secret(option):
+    environment = RankEnvironment(
+        size=2, rank=1, secret="not for logs", master_port=1, job_id="job", local_size=2
+    )
+    words = [f"init: {option}", "3"]
+    text = refused(
+        pr.InvalidArgument, words, lambda: pr.init(environment=environment, init_timeout_s=1, **{option: 3})
+    )
+    assert "not for logs" not in text
+
+
 def test_ranks_that_disagree_about_a_collective():
     def run(world):
         group = pr.Mesh(world)["dp"]
