@@ -27,7 +27,10 @@ constexpr std::array<DTypeInfo, 9> kInfo = {{{DType::kF32, 4, "float32"},
 
 size_t dtype_size(DType dtype) { return kInfo[static_cast<size_t>(dtype)].size; }
 
-const char* dtype_name(DType dtype) { return kInfo[static_cast<size_t>(dtype)].name; }
+const char* dtype_name(DType dtype) {
+  const auto index = static_cast<size_t>(dtype);
+  return index < kInfo.size() ? kInfo[index].name : "unknown dtype";
+}
 
 DType dtype_from_name(const std::string& name) {
   std::string known;

@@ -11,7 +11,7 @@ enum class DType : uint8_t { kF32, kF64, kBF16, kF16, kI8, kU8, kI32, kI64, kBoo
 
 // Bytes of one element.
 size_t dtype_size(DType dtype);
-// "float32", "bfloat16", "int32", ...: NumPy's spelling.
+// "float32", "bfloat16", "int32", ...: NumPy's spelling. "unknown dtype" for a number that is none.
 const char* dtype_name(DType dtype);
 // The inverse of dtype_name. Throws InvalidArgument and lists the names that exist.
 DType dtype_from_name(const std::string& name);

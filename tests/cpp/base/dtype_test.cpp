@@ -50,5 +50,10 @@ TEST(Math, RoundsUp) {
   EXPECT_EQ(ceil_div(0, 16), 0);
 }
 
+TEST(DType, ANumberThatIsNoneIsUnknown) {
+  EXPECT_STREQ(dtype_name(static_cast<DType>(9)), "unknown dtype");
+  EXPECT_STREQ(dtype_name(static_cast<DType>(255)), "unknown dtype");
+}
+
 }  // namespace
 }  // namespace polyreme
