@@ -30,7 +30,7 @@ def reached(name):
 REDUCE = """
 data = np.ones(1 << 20, np.float32)
 sums = 0
-while not os.path.exists(f"{os.environ['MEET']}/enough") or group.all_reduce(np.ones(1))[0] < 0:
+while True:
     total = group.all_reduce(data)
     assert (total == world.size).all()
     sums += 1
