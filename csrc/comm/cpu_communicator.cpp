@@ -2,6 +2,7 @@
 
 #include <exception>
 
+#include "comm/split.h"
 #include "device/cpu/cpu_device.h"
 #include "tensor/access.h"
 
@@ -277,10 +278,9 @@ void CpuCommunicator::attach() {
 
 std::unique_ptr<Communicator> CpuCommunicator::split(int color, int key, const std::string& name) {
   const SingleUser::Guard guard = enter();
-  constexpr size_t kMaxNameBytes = 200;
-  require(name.size() <= kMaxNameBytes && name.find('\0') == std::string::npos,
-          "split: the name of a group has at most ", kMaxNameBytes, " characters, none of them NUL; got ",
-          name.size());
+  require(name.size() <= SplitWish::kMaxNameBytes && name.find('\0') == std::string::npos,
+          "split: the name of a group has at most ", SplitWish::kMaxNameBytes,
+          " characters, none of them NUL; got ", name.size());
   std::unique_ptr<Transport> child;
   std::exception_ptr no_memory;
   uint64_t sequence = 0;
