@@ -38,12 +38,21 @@ struct Memory {
   std::vector<int64_t> strides;  // in elements; empty: contiguous
 };
 
+// Python 3.13 made the question public and took the private name away.
+bool interpreter_is_ending() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
 // Kept by the thread that lets go last, which may not have the GIL, or come after the interpreter has ended:
 // then the reference is left, as the memory of the process is about to go anyway.
 std::shared_ptr<void> keep(const py::object& object) {
   PyObject* pointer = py::object(object).release().ptr();
   return {pointer, [](void* kept) {
-            if (!Py_IsInitialized() || _Py_IsFinalizing()) return;
+            if (!Py_IsInitialized() || interpreter_is_ending()) return;
             const py::gil_scoped_acquire acquire;
             Py_DECREF(static_cast<PyObject*>(kept));
           }};
