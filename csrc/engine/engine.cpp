@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "base/hash.h"
-#include "ops/ops.h"
+#include "ops/update.h"
 
 namespace polyreme {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "ops/ops.h"
+#include "ops/update.h"
 
 namespace polyreme {
 namespace {
