@@ -15,21 +15,25 @@ namespace polyreme {
 // A point of a background stream, reached once. Thread-safe.
 class StreamPoint {
  public:
-  void reach();
-  void await();
+  // `error`: of the stream up to here, or null.
+  void reach(std::exception_ptr error);
+  // Returns that error.
+  std::exception_ptr await();
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
   bool reached_ = false;
+  std::exception_ptr error_;
 };
 
 // An event of the immediate device.
 struct PointEvent final : Event {
   std::shared_ptr<StreamPoint> point;  // null: never recorded, or where nothing was pending
-  void synchronize() override {
-    if (point) point->await();
-  }
+  std::exception_ptr error;            // of the stream where nothing was pending
+  void synchronize() override { await(); }
+  // Returns the error that the stream had at the point, or null.
+  std::exception_ptr await() const { return point ? point->await() : error; }
 };
 inline PointEvent& as_event(Event& event) { return static_cast<PointEvent&>(event); }
 
@@ -50,8 +54,8 @@ class BackgroundStream final : public CpuStream {
  private:
   struct Task {
     std::function<void()> run;
-    std::vector<Access> accesses;  // keeps the buffers
-    bool is_point = false;         // reached whatever went wrong before
+    std::vector<Access> accesses;        // keeps the buffers
+    std::shared_ptr<StreamPoint> point;  // instead of `run`: reached whatever went wrong before
   };
   void push(Task task);
   void work();
