@@ -59,9 +59,8 @@ class Event {
 
 // An in-order queue of operations of one device. Used by one host thread at a time.
 //
-// Errors of operations are kept: the operations after the failed one do not run, neither do those that
-// another stream of the device has after a wait for a later event, and `synchronize` of either throws the
-// first error.
+// Errors of operations are kept: the operations after the failed one do not run, and
+// `synchronize` throws the first error.
 class Stream {
  public:
   virtual ~Stream() = default;

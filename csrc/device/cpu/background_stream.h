@@ -37,7 +37,9 @@ struct PointEvent final : Event {
 };
 inline PointEvent& as_event(Event& event) { return static_cast<PointEvent&>(event); }
 
-// A stream of the immediate device with a thread of its own.
+// A stream of the immediate device with a thread of its own. On every CPU stream an error follows events:
+// what a stream has after a wait for a point behind a failed operation does not run, and it has that error
+// too.
 class BackgroundStream final : public CpuStream {
  public:
   BackgroundStream(Device& device, uint32_t id, Isa isa);
