@@ -25,8 +25,8 @@ struct ExecutorOptions {
 
 // Runs one rank's list of a schedule. It only enqueues: `run` returns when the device has everything, and
 // nothing but `wait` waits. Tensors between chunks live from the receive (or computation) that makes them to
-// the computation (or send) that uses them, as `peak_bytes` counts; what is sent lives until it has arrived, and a few
-// transfers may be in flight.
+// the computation (or send) that uses them, as `peak_bytes` counts; what is sent lives until it has arrived,
+// and a few transfers may be in flight.
 class Executor {
  public:
   // `group` is the pp axis: its ranks are those of the schedule. `group` and `compute` must outlive the
