@@ -100,18 +100,23 @@ Model build_gpt(const GptConfig& config) {
              " init_std=", config.init_std);
   model.vocab = config.vocab;
   model.max_seq_len = config.seq_len;
-  auto embedding = std::make_unique<Embedding>(model.registry, config.vocab, config.seq_len, config.hidden,
-                                               config.init_std);
-  model.layers.push_back(
-      sequential(std::move(embedding), std::make_unique<Dropout>(config.hidden, config.dropout, 0)));
-  for (int64_t i = 0; i < config.layers; ++i) model.layers.push_back(build_block(model.registry, config, i));
-  model.layers.push_back(
-      std::make_unique<LayerNorm>(model.registry, "ln_f", config.hidden, config.layer_norm_eps));
+  const auto add_layer = [&model](const auto& build) {
+    model.registry.begin_layer(model.layers.size());
+    model.layers.push_back(build());
+  };
+  ParamRegistry& registry = model.registry;
+  add_layer([&] {
+    auto embedding =
+        std::make_unique<Embedding>(registry, config.vocab, config.seq_len, config.hidden, config.init_std);
+    return sequential(std::move(embedding), std::make_unique<Dropout>(config.hidden, config.dropout, 0));
+  });
+  for (int64_t i = 0; i < config.layers; ++i) add_layer([&] { return build_block(registry, config, i); });
+  add_layer(
+      [&] { return std::make_unique<LayerNorm>(registry, "ln_f", config.hidden, config.layer_norm_eps); });
   LinearOptions head{.bias = false, .init_std = config.init_std, .cut = LinearCut::kColumn};
   if (config.tied) head.tied_to = "wte.weight";
-  model.layers.push_back(
-      std::make_unique<Linear>(model.registry, "lm_head", config.hidden, config.vocab, head));
-  model.layers.push_back(std::make_unique<CrossEntropy>(config.vocab));
+  add_layer([&] { return std::make_unique<Linear>(registry, "lm_head", config.hidden, config.vocab, head); });
+  add_layer([&] { return std::make_unique<CrossEntropy>(config.vocab); });
   return model;
 }
 
