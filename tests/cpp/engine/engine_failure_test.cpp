@@ -148,7 +148,8 @@ TEST(Engine, OptionsThatDoNotFitAreNamed) {
   run_ranks(1, {}, [](World& world) {
     EngineOptions options = tiny_options(0, 2);
     options.zero.stage = 4;
-    expect_parts(error_text<Error>([&] { EngineRig(world, build_gpt(tiny_config()), options); }), {"zero=4", "0 (nothing", "3 (weights"});
+    expect_parts(error_text<Error>([&] { EngineRig(world, build_gpt(tiny_config()), options); }),
+                 {"zero=4", "0 (nothing", "3 (weights"});
   });
 }
 

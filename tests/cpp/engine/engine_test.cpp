@@ -75,8 +75,9 @@ TEST(Engine, NoLayoutChangesABit) {
                                   {.stage = 3, .shard_size = 1}}) {
     EngineOptions options = tiny_options(4, 1);
     options.zero = zero;
-    expect_same(train_tiny(4, options), one,
-                concat("stage ", zero.stage, ", shard_size ", zero.shard_size, ", bucket ", zero.bucket_bytes));
+    expect_same(
+        train_tiny(4, options), one,
+        concat("stage ", zero.stage, ", shard_size ", zero.shard_size, ", bucket ", zero.bucket_bytes));
   }
   expect_same(train_tiny(2, tiny_options(4, 2), {.num_threads = 2}), one, "two threads each");
   expect_same(train_tiny(1, tiny_options(4, 2), {.isa = "avx2"}), one, "avx2");
