@@ -9,6 +9,7 @@
 #include "engine/agreement.h"
 #include "engine/layer_steps.h"
 #include "ops/ops.h"
+#include "ops/update.h"
 
 namespace polyreme {
 namespace {
@@ -56,10 +57,12 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
                       ? device.create_stream("background", StreamKind::kBackground)
                       : nullptr),
       groups_(dp_, options_.zero.stage == 0 ? 1 : options_.zero.shard_size),
-      plan_(make_unit_plan(model_.registry, model_.layers.size(), options_.zero, groups_.num_shards())),
+      plan_(make_unit_plan(model_.registry, model_.layers.size(), options_.zero, groups_.num_shards(),
+                           state_groups(model_.registry.specs(), options_.optimizer))),
       params_(*stream_, background(), model_.registry, plan_, groups_, options_.lanes_dp / dp_.size(),
               options_.zero),
-      optimizer_(make_optimizer(*stream_, plan_.map, groups_.shard_rank(), options_.optimizer)),
+      optimizer_(make_optimizer(*stream_, plan_.map, groups_.shard_rank(),
+                                groups_.num_shards() > 1 ? &groups_.shard() : nullptr, options_.optimizer)),
       loss_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "loss sum")),
       square_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "squared gradient sum")),
       clip_scale_(empty(device, DType::kF32, {1}, "clip scale")) {
@@ -207,8 +210,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   measure_gradient();
   // Without a valid token there is nothing to learn from, and not even weight decay is applied.
   if (valid > 0) {
-    optimizer_->step(*stream_, params_.weights.own(), params_.grads.own(), clip_scale_, lr,
-                     applied_steps_ + 1);
+    optimizer_->step(*stream_, params_.weights.own(), params_.grads.own(), {.lr = lr, .scale = clip_scale_});
     params_.weights.gather_updated();
   }
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
@@ -218,7 +220,10 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
     throw NumericError(
         concat("step ", applied_steps_ + 1, ": loss ", loss, "; ", what_is_not_finite(),
                ". Nothing was updated. Lower the learning rate or set clip_norm, and check the data"));
-  if (valid > 0) ++applied_steps_;
+  if (valid > 0) {
+    ++applied_steps_;
+    optimizer_->applied();
+  }
   return {loss, norm, options_.global_batch * batch.seq_len, valid};
 }
 

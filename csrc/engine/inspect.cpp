@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "engine/engine.h"
-#include "ops/ops.h"
+#include "ops/update.h"
 
 namespace polyreme {
 
@@ -39,10 +39,9 @@ Tensor Engine::unit_buffer(const std::string& kind, int unit) {
     require(slice.defined(), "there is no gradient before the first step");
     return params_.weights.gathered(slice, unit);
   }
-  for (const auto& [name, tensor] : optimizer_->state()) {
-    const int64_t begin = map().shard_offset(unit);
-    const int64_t size = map().unit_elements(unit) / map().num_shards();
-    if (name == kind) return params_.weights.gathered(tensor.slice(0, begin, begin + size), unit);
+  for (const auto& [name, slices] : optimizer_->state()) {
+    const Tensor& slice = slices[static_cast<size_t>(unit)];
+    if (name == kind && slice.defined()) return params_.weights.gathered(slice, unit);
     known += ", " + name;
   }
   throw InvalidArgument(concat("unknown kind '", kind, "'; expected one of ", known));

@@ -9,12 +9,14 @@ void add_once(std::vector<int>& units, int unit) {
   if (std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
 }
 
-ShardMap make_map(const ParamRegistry& registry, const ZeroOptions& options, int64_t num_shards) {
+ShardMap make_map(const ParamRegistry& registry, const ZeroOptions& options, int64_t num_shards,
+                  std::span<const int> group_of_param) {
   std::vector<int> blocks, groups;
   for (int param = 0; param < static_cast<int>(registry.specs().size()); ++param) {
     const ParamSpec& spec = registry.specs()[static_cast<size_t>(param)];
     const bool persists = options.stage == 3 && spec.padded_shape.numel() < options.persist_below;
-    groups.push_back(persists ? 1 : 0);
+    const int group = group_of_param.empty() ? 0 : group_of_param[static_cast<size_t>(param)];
+    groups.push_back(2 * group + (persists ? 1 : 0));
     // What is gathered for a layer should not bring the weights of another.
     blocks.push_back(options.stage == 3 && !persists ? registry.layers_of(param).front() : 0);
   }
@@ -26,8 +28,8 @@ ShardMap make_map(const ParamRegistry& registry, const ZeroOptions& options, int
 }  // namespace
 
 UnitPlan make_unit_plan(const ParamRegistry& registry, size_t num_layers, const ZeroOptions& options,
-                        int64_t num_shards) {
-  UnitPlan plan{.map = make_map(registry, options, num_shards)};
+                        int64_t num_shards, std::span<const int> group_of_param) {
+  UnitPlan plan{.map = make_map(registry, options, num_shards, group_of_param)};
   const ShardMap& map = plan.map;
   plan.used_by.resize(num_layers);
   plan.accumulated_by.resize(num_layers);

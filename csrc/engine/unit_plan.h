@@ -34,7 +34,8 @@ struct UnitPlan {
   std::vector<bool> stays_whole;  // by unit: every rank holds its weights between uses
 };
 
+// Parameters of different groups do not share a unit.
 UnitPlan make_unit_plan(const ParamRegistry& registry, size_t num_layers, const ZeroOptions& options,
-                        int64_t num_shards);
+                        int64_t num_shards, std::span<const int> group_of_param);
 
 }  // namespace polyreme
