@@ -5,6 +5,7 @@
 
 #include "bindings/array_view.h"
 #include "bindings/bindings.h"
+#include "bindings/optimizer_options.h"
 #include "mesh/mesh.h"
 #include "mesh/world.h"
 #include "ops/update.h"
@@ -26,19 +27,6 @@ std::vector<ParamSpec> specs_of(const std::vector<ParamTuple>& params) {
     specs.push_back({.name = name, .shape = shape, .dtype = dtype_from_name(dtype), .padded_shape = shape});
   }
   return specs;
-}
-
-OptimizerOptions rule_of(const py::dict& rule) {
-  const auto number = [&rule](const char* key) { return rule[key].cast<double>(); };
-  return {.rule = rule["rule"].cast<std::string>(),
-          .beta1 = number("beta1"),
-          .beta2 = number("beta2"),
-          .eps = number("eps"),
-          .momentum = number("momentum"),
-          .weight_decay = rule["weight_decay"].cast<std::vector<double>>(),
-          .lr_multiplier = rule["lr_multiplier"].cast<std::vector<double>>(),
-          .trainable = rule["trainable"].cast<std::vector<uint8_t>>(),
-          .elementwise = rule["elementwise"].cast<std::vector<uint8_t>>()};
 }
 
 // A ShardedOptimizer whose arrays are Python's.
@@ -64,11 +52,11 @@ class ArrayOptimizer {
     core_.gradients().end_micro_batch();
   }
   void restart() { core_.gradients().restart(); }
-  py::dict step(double lr, double loss_scale, int64_t count) {
+  py::dict step(double lr, double loss_scale, int64_t count, bool counted) {
     ShardedStepResult result;
     {
       const py::gil_scoped_release release;
-      result = core_.step({.lr = lr, .loss_scale = loss_scale, .count = count});
+      result = core_.step({.lr = lr, .loss_scale = loss_scale, .count = count, .counted = counted});
     }
     return py::dict("grad_norm"_a = result.grad_norm, "count"_a = result.count, "applied"_a = result.applied,
                     "culprit_param"_a = result.culprit_param, "culprit_rank"_a = result.culprit_rank);
@@ -120,8 +108,10 @@ class ArrayOptimizer {
 // Adds arrays to a norm, one call for one that many ranks share out; then scales.
 class ArrayNorm {
  public:
-  ArrayNorm(World& world, double p)
-      : device_(world.device()),
+  // world: null for a norm of this process alone.
+  ArrayNorm(World* world, double p)
+      : own_device_(world == nullptr ? make_cpu_device({}) : nullptr),
+        device_(world == nullptr ? *own_device_ : world->device()),
         stream_(device_.create_stream("norm")),
         p_(p),
         sums_(empty(device_, DType::kI64, norm_shape(p), "norm")) {
@@ -161,6 +151,7 @@ class ArrayNorm {
   }
 
  private:
+  std::unique_ptr<Device> own_device_;
   Device& device_;
   std::unique_ptr<Stream> stream_;
   double p_;
@@ -193,6 +184,19 @@ void bind_loss_scaler(py::module_& m) {
 
 }  // namespace
 
+OptimizerOptions optimizer_options(const py::dict& rule) {
+  const auto number = [&rule](const char* key) { return rule[key].cast<double>(); };
+  return {.rule = rule["rule"].cast<std::string>(),
+          .beta1 = number("beta1"),
+          .beta2 = number("beta2"),
+          .eps = number("eps"),
+          .momentum = number("momentum"),
+          .weight_decay = rule["weight_decay"].cast<std::vector<double>>(),
+          .lr_multiplier = rule["lr_multiplier"].cast<std::vector<double>>(),
+          .trainable = rule["trainable"].cast<std::vector<uint8_t>>(),
+          .elementwise = rule["elementwise"].cast<std::vector<uint8_t>>()};
+}
+
 void bind_optim(py::module_& m) {
   bind_loss_scaler(m);
   py::class_<ArrayOptimizer>(m, "ShardedOptimizer")
@@ -205,7 +209,7 @@ void bind_optim(py::module_& m) {
                                                    .bucket_bytes = bucket_bytes,
                                                    .clip_norm = clip_norm,
                                                    .norm_type = norm_type,
-                                                   .rule = rule_of(rule)};
+                                                   .rule = optimizer_options(rule)};
              const py::gil_scoped_release release;
              return std::make_unique<ArrayOptimizer>(world, mesh, axes, params, options);
            }),
@@ -215,7 +219,7 @@ void bind_optim(py::module_& m) {
       .def("add", &ArrayOptimizer::add, "param"_a, "grad"_a)
       .def("end_micro_batch", &ArrayOptimizer::end_micro_batch)
       .def("restart", &ArrayOptimizer::restart)
-      .def("step", &ArrayOptimizer::step, "lr"_a, "loss_scale"_a, "count"_a)
+      .def("step", &ArrayOptimizer::step, "lr"_a, "loss_scale"_a, "count"_a, "counted"_a)
       .def("read", &ArrayOptimizer::read, "kind"_a, "arrays"_a)
       .def("write", &ArrayOptimizer::write, "kind"_a, "param"_a, "array"_a)
       .def("pieces", &ArrayOptimizer::pieces, "kind"_a)
@@ -235,7 +239,7 @@ void bind_optim(py::module_& m) {
         return result;
       });
   py::class_<ArrayNorm>(m, "ArrayNorm")
-      .def(py::init<World&, double>(), "world"_a, "p"_a, py::keep_alive<1, 2>())
+      .def(py::init<World*, double>(), py::arg("world").none(true), "p"_a, py::keep_alive<1, 2>())
       .def("add", &ArrayNorm::add, "array"_a)
       .def("reduce", &ArrayNorm::reduce, "mesh"_a, "axes"_a)
       .def("value", &ArrayNorm::value)

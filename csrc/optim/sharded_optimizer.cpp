@@ -75,24 +75,15 @@ ShardedOptimizer::ShardedOptimizer(Device& device, Stream& background, Communica
 }
 
 void ShardedOptimizer::agree_on_settings() {
-  const OptimizerOptions& rule = options_.rule;
   agree(group_, *compute_, {fact("number of parameters", static_cast<int64_t>(specs_.size()))}, nullptr);
   std::vector<Fact> facts = {fact("stage", options_.stage),
                              fact("lanes", options_.lanes),
                              fact("micro_batches", options_.micro_batches),
                              fact("bucket_bytes", options_.bucket_bytes),
                              fact("clipping", concat(options_.clip_norm, " in norm ", options_.norm_type)),
-                             fact("rule", concat(rule.rule, " betas=", rule.beta1, ",", rule.beta2,
-                                                 " eps=", rule.eps, " momentum=", rule.momentum))};
-  for (size_t i = 0; i < specs_.size(); ++i) {
-    const auto flag = [i](const std::vector<uint8_t>& flags) { return flags.empty() ? -1 : int{flags[i]}; };
-    facts.push_back(fact(
-        "parameter",
-        concat(specs_[i].name, " ", specs_[i].shape, " ", dtype_name(specs_[i].dtype), ", weight decay ",
-               rule.weight_decay[i], ", lr times ", rule.lr_multiplier.empty() ? 1.0 : rule.lr_multiplier[i],
-               flag(rule.trainable) == 0 ? ", frozen" : "",
-               flag(rule.elementwise) == 1 ? ", element-wise" : "")));
-  }
+                             fact("rule", describe(options_.rule))};
+  for (const ParamSpec& spec : specs_)
+    facts.push_back(fact("parameter", concat(spec.name, " ", spec.shape, " ", dtype_name(spec.dtype))));
   agree(group_, *compute_, facts, nullptr);
 }
 
@@ -100,7 +91,8 @@ ShardedStepResult ShardedOptimizer::meet(const ShardedStep& step, const std::exc
                                          std::vector<uint8_t>& has_grad) {
   const int64_t count = agree(group_, *compute_,
                               {fact("learning rate", std::bit_cast<int64_t>(step.lr)),
-                               fact("loss scale", std::bit_cast<int64_t>(step.loss_scale))},
+                               fact("loss scale", std::bit_cast<int64_t>(step.loss_scale)),
+                               fact("way of averaging (with or without count)", int64_t{step.counted})},
                               refusal, step.count);
   const std::vector<uint8_t>& own = gradients_.had_grad();
   std::vector<int32_t> flags(own.begin(), own.end());

@@ -26,6 +26,7 @@ struct ShardedStep {
   double lr = 0;
   double loss_scale = 1;  // the gradients are those of a loss that was multiplied by it
   int64_t count = 0;      // divides the sum of all gradients, added up over the ranks
+  bool counted = true;    // how the counts came about, the same on all ranks
 };
 struct ShardedStepResult {
   int64_t count = 0;     // over all ranks

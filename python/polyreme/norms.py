@@ -52,7 +52,9 @@ def clip_grad_norm(
     if len(flags) != len(given):
         raise InvalidArgument(f"clip_grad_norm: sharded has {len(flags)} entries for {len(given)} arrays")
     if group is None and any(flags):
-        raise InvalidArgument("clip_grad_norm: sharded arrays need the group of ranks that hold the rest of them")
+        raise InvalidArgument(
+            "clip_grad_norm: sharded arrays need the group of ranks that hold the rest of them"
+        )
     for place, array in enumerate(given):
         if array is not None:
             check_float(f"clip_grad_norm: array {place}", array)

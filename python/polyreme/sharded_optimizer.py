@@ -126,7 +126,9 @@ class ShardedOptimizer:
         self._is_frozen = [any(fnmatch.fnmatchcase(name, f) for f in frozen) for name in self._params]
         if all(self._is_frozen):
             raise InvalidArgument("ShardedOptimizer: all parameters are frozen; nothing would be trained")
-        order = math.inf if norm_type == math.inf else check_number("ShardedOptimizer: norm_type", norm_type, 1.0)
+        order = (
+            math.inf if norm_type == math.inf else check_number("ShardedOptimizer: norm_type", norm_type, 1.0)
+        )
         self._micro_batches = (
             0 if micro_batches is None else check_int("ShardedOptimizer: micro_batches", micro_batches, 1)
         )
@@ -191,7 +193,9 @@ class ShardedOptimizer:
 
             param.register_post_accumulate_grad_hook(hand_over)
 
-    def accumulate(self, grads: Mapping[str, Any] | Iterable[Any] | None = None, *, count: int | None = None) -> None:
+    def accumulate(
+        self, grads: Mapping[str, Any] | Iterable[Any] | None = None, *, count: int | None = None
+    ) -> None:
         """Ends a micro-batch that is not the step's last one.
 
         Args:
@@ -259,7 +263,9 @@ class ShardedOptimizer:
 
     def gradient(self, name: str) -> NDArray[np.float32]:
         """The averaged gradient of the last step, before clipping. Collective."""
-        return self._read("grad", [name])[name] * np.float32(self._multiplier)
+        gradient = self._read("grad", [name])[name]
+        gradient *= np.float32(self._multiplier)
+        return gradient
 
     # ---- state ----
 
@@ -370,7 +376,9 @@ class ShardedOptimizer:
         check_float(f"gradient of {name!r}", grad)
         shape = tuple(self._params[name].shape) if name in self._params else ()
         if tuple(grad.shape) != shape:
-            raise InvalidArgument(f"gradient of {name!r} has shape {tuple(grad.shape)}; the parameter has {shape}")
+            raise InvalidArgument(
+                f"gradient of {name!r} has shape {tuple(grad.shape)}; the parameter has {shape}"
+            )
         return plain(grad)
 
     def _take(self, grads: Mapping[str, Any] | Iterable[Any] | None) -> dict[str, Any]:
@@ -412,7 +420,11 @@ class ShardedOptimizer:
         self._counts.append(count)
 
     def _read(self, kind: str, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-        out = {name: np.empty(tuple(self._params[name].shape), np.float32) for name in names if self._place(name) >= 0}
+        out = {
+            name: np.empty(tuple(self._params[name].shape), np.float32)
+            for name in names
+            if self._place(name) >= 0
+        }
         self._core.read(kind, [out.get(name) for name in self._params])
         return out
 

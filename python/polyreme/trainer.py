@@ -96,7 +96,7 @@ class Trainer:
                     f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp only; use"
                     f" pr.Mesh(world, dp={mesh.world.size})"
                 )
-        check_type("optimizer", optimizer, optim.Optimizer, "a polyreme.AdamW or polyreme.SGD")
+        check_type("optimizer", optimizer, optim.Optimizer, "a rule such as polyreme.AdamW()")
         if lanes is not None:
             check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")
         lanes = lanes or Lanes()
@@ -130,8 +130,7 @@ class Trainer:
             round_first=lanes.order == "round_first",
             prefetch=zero.prefetch,
             persist_below=zero.persist_below,
-            weight_decay=optimizer.decay_of(model.param_specs()),
-            **optimizer._constants(),
+            optimizer=optimizer.core_options(model.param_specs()),
         )
         self.lanes = replace(lanes, dp=self._engine.lanes_dp)
         self._recorder = StepRecorder.from_environment(mesh.world.rank)
