@@ -24,9 +24,10 @@ def dtype_name(array: Any) -> str:
     return str(getattr(array, "dtype", type(array).__name__)).rpartition(".")[2]
 
 
-def check_float(what: str, array: Any) -> None:
-    """Refuses what is no array of floating-point numbers."""
-    if not isinstance(array, np.ndarray) and not hasattr(array, "__dlpack__"):
+def check_float(what: str, array: Any, *, written: bool = False) -> None:
+    """Refuses what is no array of floating-point numbers. NumPy's scalars are arrays that cannot be written."""
+    numpy_kinds = (np.ndarray,) if written else (np.ndarray, np.generic)
+    if not isinstance(array, numpy_kinds) and not hasattr(array, "__dlpack__"):
         raise InvalidArgument(
             f"{what} is a {type(array).__name__}; expected a NumPy array or an object that speaks DLPack"
         )
@@ -37,7 +38,7 @@ def check_float(what: str, array: Any) -> None:
 def readable(array: Any) -> Any:
     """`array` in C order, copied only where it must be."""
     array = plain(array)
-    if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
+    if isinstance(array, (np.ndarray, np.generic)) or not hasattr(array, "__dlpack__"):
         return np.ascontiguousarray(array)
     return array.contiguous() if hasattr(array, "contiguous") else array
 

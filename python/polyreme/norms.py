@@ -57,7 +57,7 @@ def clip_grad_norm(
         )
     for place, array in enumerate(given):
         if array is not None:
-            check_float(f"clip_grad_norm: array {place}", array)
+            check_float(f"clip_grad_norm: array {place}", array, written=True)
 
     norm = _core.ArrayNorm(None if group is None else group._mesh.world._core, order)
     for array, is_sharded in zip(given, flags, strict=True):

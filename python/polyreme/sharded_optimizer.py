@@ -117,7 +117,7 @@ class ShardedOptimizer:
         self._params = _named("params", params)
         self._places = {name: place for place, name in enumerate(self._params)}
         for name, array in self._params.items():
-            check_float(f"ShardedOptimizer: parameter {name!r}", array)
+            check_float(f"ShardedOptimizer: parameter {name!r}", array, written=True)
         specs = [
             {"name": name, "shape": tuple(array.shape), "weight_decay": array.ndim >= 2}
             for name, array in self._params.items()

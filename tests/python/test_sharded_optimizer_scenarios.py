@@ -563,13 +563,21 @@ def test_o_mp_08_the_scale_is_constant_inside_a_window():
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_o_mp_09_stages_agree(hidden, micro_batches):
     torch = pytest.importorskip("torch")
-    data = np.random.default_rng(hidden).normal(size=(5, 8, hidden)).astype(np.float32)
+    rng = np.random.default_rng(hidden)
+    data = rng.normal(size=(5, 8, hidden)).astype(np.float32)
+    shapes = {
+        "layer.weight": (hidden, hidden),
+        "layer.bias": hidden,
+        "out.weight": (1, hidden),
+        "out.bias": 1,
+    }
+    start = {name: rng.normal(size=shape) / hidden**0.5 for name, shape in shapes.items()}
 
     def train(group, stage, dtype):
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(hidden, hidden).to(dtype)
-        out = torch.nn.Linear(hidden, 1).to(dtype)
+        layer, out = torch.nn.Linear(hidden, hidden).to(dtype), torch.nn.Linear(hidden, 1).to(dtype)
         module = torch.nn.ModuleDict({"layer": layer, "out": out})
+        for name, p in module.named_parameters():  # torch's own generator is one for all threads
+            p.data = torch.tensor(start[name], dtype=dtype)
         rule = pr.AdamW(lr=1e-3, betas=(0.9, 0.999), eps=1e-4)
         optimizer = pr.ShardedOptimizer(module.named_parameters(), group, stage=stage, rule=rule)
         per_rank = 8 // group.size
