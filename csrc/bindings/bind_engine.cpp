@@ -189,6 +189,13 @@ void bind_engine(py::module_& m) {
             engine.write_param(name, std::vector<float>(values.data(), values.data() + values.size()));
           },
           "name"_a, "values"_a)
+      .def("memory",
+           [](const Engine& engine) {
+             py::list terms;
+             for (const MemoryTerm& term : engine.memory())
+               terms.append(py::make_tuple(term.name, term.bytes, term.stays));
+             return terms;
+           })
       .def_property_readonly("applied_steps", &Engine::applied_steps)
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
       .def_property_readonly("num_parameters",
