@@ -16,16 +16,20 @@ from __future__ import annotations
 
 from .arrays import ArrayPart
 from .checkpointer import Checkpointer, CheckpointStats, Restored
+from .convert import export_safetensors
 from .directory import complete_steps, latest_step
+from .loader import CheckpointFiles
 from .manifest import Manifest, read_manifest
 
 __all__ = [
     "ArrayPart",
+    "CheckpointFiles",
     "CheckpointStats",
     "Checkpointer",
     "Manifest",
     "Restored",
     "complete_steps",
+    "export_safetensors",
     "latest_step",
     "read_manifest",
 ]
