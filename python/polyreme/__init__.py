@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .progress import Progress
     from .trainer import StepStats, Trainer
     from .world import Lanes, World, init
+    from .zero import Zero
 
 __all__ = [
     "SGD",
@@ -57,6 +58,7 @@ __all__ = [
     "Timeout",
     "Trainer",
     "World",
+    "Zero",
     "__version__",
     "checkpoint",
     "data",
@@ -77,6 +79,7 @@ _MODULE_OF = {
     "Checkpointer": "checkpoint",
     "Mesh": "mesh",
     "Progress": "progress",
+    "Zero": "zero",
     "__version__": "_core",
     "generate": "generation",
     "measure_peak_flops": "gemm_rate",
