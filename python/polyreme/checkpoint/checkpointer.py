@@ -22,7 +22,7 @@ from ..errors import CheckpointCorrupt, CheckpointError, Error, InvalidArgument
 from ..world import World
 from . import directory as names
 from .arrays import ArrayState
-from .layout import Planner, State, check_names, join_errors, require_agreement
+from .layout import Planner, State, check_names, join_errors, names_everywhere, require_agreement
 from .loader import CheckpointFiles, Match, match_tensors
 from .manifest import ITEM_BYTES, encode_json
 from .saver import SaveJob, Staging
@@ -389,6 +389,8 @@ class Checkpointer:
                 if i + 1 == len(steps):
                     raise
                 logging.getLogger("polyreme").warning("%s; going on to step %d", error, steps[i + 1])
+        if core.rank == 0:
+            logging.getLogger("polyreme").warning("no committed checkpoint in '%s'", self.directory)
         return None
 
     def _load_step(
@@ -401,9 +403,18 @@ class Checkpointer:
         manifest = None
         try:
             source = _state_of(core, state, writable=True)
+            own, refusal = [tensor.name for tensor in source.held()], None
+        except Error as error:
+            own, refusal = [], error
+        everywhere = names_everywhere(core, own)
+        try:
+            if refusal is not None:
+                raise refusal
             files = CheckpointFiles(self.directory, step)
             manifest, held = files.manifest, source.held()
-            indices, match = match_tensors(held, manifest.tensors, "model/" if weights_only else None)
+            indices, match = match_tensors(
+                held, everywhere, manifest.tensors, "model/" if weights_only else None
+            )
             complaint = match.complaint(strict=strict)
             problems = [] if weights_only else source.check_scalars(manifest.state)
             if complaint or problems:

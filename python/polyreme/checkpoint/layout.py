@@ -197,11 +197,20 @@ def agree_on_plan(
     )
 
 
+def names_everywhere(world: _core.World, own: Sequence[str]) -> set[str]:
+    """The names that any rank holds. Collective."""
+    text = json.dumps(list(own)).encode()
+    digest = hashlib.sha256(text).hexdigest()
+    digests = [d.decode() for d in world.all_gather_bytes(digest.encode(), "checkpoint load: names")]
+    texts, _ = _exchange(world, text, digests)
+    return {name for part in texts for name in json.loads(part)}
+
+
 def _exchange(world: _core.World, own: bytes, digests: list[str]) -> tuple[list[bytes], list[int]]:
     """The distinct texts, in order of the first rank that has each, and which of them every rank has."""
     distinct = list(dict.fromkeys(digests))
     sends = digests.index(digests[world.rank]) == world.rank
-    gathered = world.all_gather_bytes(own if sends else b"", "checkpoint save: layout")
+    gathered = world.all_gather_bytes(own if sends else b"", "checkpoint: layout")
     texts = [gathered[digests.index(d)] for d in distinct]
     return texts, [distinct.index(d) for d in digests]
 

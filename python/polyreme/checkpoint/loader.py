@@ -153,24 +153,27 @@ class Match:
 
 
 def match_tensors(
-    held: Sequence[HeldTensor], tensors: dict[str, TensorRecord], wanted: str | None = None
+    held: Sequence[HeldTensor],
+    everywhere: set[str],
+    tensors: dict[str, TensorRecord],
+    wanted: str | None = None,
 ) -> tuple[list[int], Match]:
-    """Indices into `held` of what can be loaded, and the rest. wanted: a prefix of the names that count."""
+    """Indices into `held` of what can be loaded, and the rest. everywhere: the names that any rank holds.
+    wanted: a prefix of the names that count."""
     match, indices = Match(), []
-    names = set()
     for index, tensor in enumerate(held):
         if wanted and not tensor.name.startswith(wanted):
             continue
-        names.add(tensor.name)
         record = tensors.get(tensor.name)
         if record is None:
-            match.missing.append(tensor.name)
-        elif record != tensor.record:
+            continue
+        if record != tensor.record:
             match.different.append(
                 f"{tensor.name!r} is {record.dtype}{list(record.shape)} in the checkpoint,"
                 f" {tensor.dtype}{list(tensor.shape)} here"
             )
         else:
             indices.append(index)
-    match.unexpected = [n for n in tensors if n not in names and (not wanted or n.startswith(wanted))]
+    match.missing = [n for n in sorted(everywhere - set(tensors)) if not wanted or n.startswith(wanted)]
+    match.unexpected = [n for n in tensors if n not in everywhere and (not wanted or n.startswith(wanted))]
     return indices, match

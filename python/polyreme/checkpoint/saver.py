@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = ["SaveJob", "Staging"]
 _GROUPS = ("model", "optimizer")  # first parts of names that have files of their own; all others: "state"
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.1
 _WARN_S = 10.0
+_FAREWELL_S = 30.0
 
 
 def group_of(name: str) -> str:
@@ -141,11 +143,23 @@ class SaveJob:
             result = self._await("result", "the commit by rank 0", 0)
             if result["error"]:
                 self.error = CheckpointError(result["error"])
+            self._part()
         except Error as error:
             self.error = error
         except Exception as error:  # a fault of ours, which must not be lost with the thread
             self.error = CheckpointError(f"save of step {self.step}: {type(error).__name__}: {error}")
         self.seconds = time.monotonic() - start
+
+    def _part(self) -> None:
+        """Rank 0, whose process serves the store, may end after this: it goes when all know the result."""
+        if self.world.rank > 0:
+            self._tell("known", {"generation": self.generation})
+            return
+        try:
+            for rank in range(1, self.world.size):
+                self._await("known", "the farewell", rank, limit_s=_FAREWELL_S)
+        except Error as error:  # it is committed all the same
+            logging.getLogger("polyreme").info("%s", error)
 
     # ---- this rank's files ----
 
@@ -230,10 +244,10 @@ class SaveJob:
         return f"checkpoint/{place}/{what}/{rank}"
 
     def _tell(self, what: str, message: dict[str, Any]) -> None:
-        rank = self.world.rank if what == "part" else 0
+        rank = 0 if what == "result" else self.world.rank
         self.world.store_set(self._key(what, rank), json.dumps(message))
 
-    def _await(self, what: str, meaning: str, rank: int) -> dict[str, Any]:
+    def _await(self, what: str, meaning: str, rank: int, limit_s: float = math.inf) -> dict[str, Any]:
         """Polls: a rank that waits inside the store would keep its other calls waiting."""
         start = time.monotonic()
         poll, warn = _FIRST_POLL_S, _WARN_S
@@ -247,7 +261,7 @@ class SaveJob:
             about = f"save of step {self.step}: {meaning} of rank {rank} did not come"
             if self.world.failure:
                 raise CommError(f"{about}: {self.world.failure}")
-            if waited > self.timeout_s:
+            if waited > min(self.timeout_s, limit_s):
                 raise CheckpointError(
                     f"{about} in {self.timeout_s:g} s; raise timeout_s, or look at its storage"
                 )
@@ -256,6 +270,3 @@ class SaveJob:
                 warn *= 2
             time.sleep(poll)
             poll = min(poll * 1.5, _LAST_POLL_S)
-
-
-Observer = Callable[[SaveJob], None]

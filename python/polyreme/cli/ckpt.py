@@ -55,7 +55,7 @@ def _show(args: argparse.Namespace, document: dict[str, Any] | list[Any], text: 
 def _list(args: argparse.Namespace) -> int:
     steps = complete_steps(args.directory)
     latest = latest_step(args.directory)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for step in steps:
         manifest = read_manifest(args.directory, step)
         rows.append(
