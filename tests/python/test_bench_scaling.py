@@ -28,7 +28,7 @@ def options(**changes):
 
 def turns_of(opts, seconds):
     """What turns of `seconds`(case, repeat) would have given."""
-    rest = {"peak_bytes": 1e6, "rss_bytes": 2e6, "collective_s": 0.1, "loss": 3.4}
+    rest = {"cpu_seconds": 0.9, "peak_bytes": 1e6, "rss_bytes": 2e6, "collective_s": 0.1, "loss": 3.4}
     return {
         case: [{"seconds": seconds(case, repeat), **rest} for repeat in range(opts.repeats)]
         for case in opts.cases()
@@ -146,6 +146,7 @@ def check(records, *, sizes, kinds=("weak",), zeros=(0,), repeats=2):
     assert {turn["repeat"] for turn in turns} == set(range(repeats))
     for turn in turns:
         assert turn["seconds"] > 0
+        assert turn["cpu_seconds"] > 0
         assert turn["peak_bytes"] > 0
         assert turn["rss_bytes"] > turn["peak_bytes"]
         assert len(turn["step_seconds"]) == 1

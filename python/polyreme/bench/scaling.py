@@ -211,6 +211,7 @@ def summarise(options: ScalingOptions, turns: dict[Case, list[dict[str, Any]]]) 
                     "ratio_low": ratio_low,
                     "ratio_high": ratio_high,
                     "peak_bytes": max(turn["peak_bytes"] for turn in turns[case]),
+                    "cpu_seconds": statistics.median(turn["cpu_seconds"] for turn in turns[case]),
                     "collective_s": statistics.median(turn["collective_s"] for turn in turns[case]),
                     "loss": turns[case][0]["loss"],
                 }
@@ -227,9 +228,10 @@ def render_scaling(settings: dict[str, Any], rows: list[dict[str, Any]]) -> list
         f" {settings['repeats']} repeats of {settings['steps']} step(s) in turn",
         f"{settings['launcher']}: {settings['ranks']} ranks on {len(set(settings['hosts']))} host(s);"
         f" {'pinned' if settings['pinned'] else 'not pinned'}; load {settings['load_average']:.1f}; {settings['device']}",
-        "efficiency: tokens/s for each rank over those of the smallest size, with its 95 % interval",
+        "efficiency: tokens/s for each rank over those of the smallest size, with its 95 % interval; CPU: processor time of"
+        f" the busiest rank over time, {100 * settings['threads']}% on a quiet machine",
         f"{'kind':6} {'zero':>4} {'precision':9} {'sums':7} {'ranks':>5} {'batch':>5} {'s/step':>8} {'tokens/s':>10}"
-        f" {'efficiency':>10} {'interval':>16} {'collectives':>11} {'memory':>10}",
+        f" {'efficiency':>10} {'interval':>16} {'CPU':>6} {'collectives':>11} {'memory':>10}",
     ]
     for row in rows:
         low, high = row["efficiency_low"], row["efficiency_high"]
@@ -238,7 +240,7 @@ def render_scaling(settings: dict[str, Any], rows: list[dict[str, Any]]) -> list
         lines.append(
             f"{row['kind']:6} {row['zero']:>4} {row['precision']:9} {row['sums']:7} {row['size']:>5} {row['batch']:>5}"
             f" {row['seconds']:8.4f} {row['tokens_per_s']:10.1f} {100 * row['efficiency']:9.2f}% {between:>16}"
-            f" {100 * row['collective_s'] / row['seconds']:10.2f}% {row['peak_bytes'] / 2**20:6.0f} MiB"
+            f" {100 * row['cpu_seconds'] / row['seconds']:5.0f}% {100 * row['collective_s'] / row['seconds']:10.2f}% {row['peak_bytes'] / 2**20:6.0f} MiB"
         )
     compared = [row for row in rows if _label(row) != _label(rows[0]) and row["size"] > 1]
     for row in compared:
