@@ -241,7 +241,7 @@ def _train(job: _Job, case: Case, environment: RankEnvironment) -> dict[str, Any
         clip_norm=1.0,
         global_batch=case.batch,
         micro_batch=options.micro_batch,
-        zero=case.zero,
+        zero=pr.Zero(stage=case.zero, bucket_bytes=case.bucket_mib << 20, overlap=case.overlap),
         precision=case.precision,
     )
     rows = case.batch // case.size
