@@ -10,9 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import data, errors, lr, models, schedule, testing
+    from . import checkpoint, data, errors, lr, models, schedule, testing
     from ._core import __version__
+    from .checkpoint import Checkpointer
     from .errors import (
+        CheckpointCorrupt,
+        CheckpointError,
         CollectiveMismatch,
         CommError,
         DeviceError,
@@ -40,6 +43,9 @@ __all__ = [
     "LAMB",
     "SGD",
     "AdamW",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "Checkpointer",
     "CollectiveMismatch",
     "CommError",
     "DeviceError",
@@ -63,6 +69,7 @@ __all__ = [
     "World",
     "Zero",
     "__version__",
+    "checkpoint",
     "clip_grad_norm",
     "data",
     "errors",
@@ -81,6 +88,7 @@ _MODULE_OF = {
     **dict.fromkeys(("StepStats", "Trainer"), "trainer"),
     **dict.fromkeys(("Lanes", "World", "init"), "world"),
     "LossScaler": "loss_scaler",
+    "Checkpointer": "checkpoint",
     "Mesh": "mesh",
     "Progress": "progress",
     "Zero": "zero",
@@ -89,7 +97,7 @@ _MODULE_OF = {
     "generate": "generation",
     "measure_peak_flops": "gemm_rate",
 }
-_SUBMODULES = ("data", "errors", "lr", "models", "schedule", "testing")
+_SUBMODULES = ("checkpoint", "data", "errors", "lr", "models", "schedule", "testing")
 
 
 def __getattr__(name: str) -> Any:
