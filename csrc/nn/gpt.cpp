@@ -36,13 +36,6 @@ void validate(const GptConfig& config) {
   finite("init_std", config.init_std);
 }
 
-template <typename... Layers>
-LayerPtr sequential(Layers... layers) {
-  std::vector<LayerPtr> list;
-  (list.push_back(std::move(layers)), ...);
-  return std::make_unique<Sequential>(std::move(list));
-}
-
 LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, int64_t index) {
   const std::string prefix = concat("h.", index, ".");
   const int64_t hidden = config.hidden;

@@ -30,11 +30,12 @@ void sum_over_tp(ParamSpec& spec) { spec.grad_reductions.push_back({"tp", GradRe
 
 Embedding::Embedding(ParamRegistry& registry, int64_t vocab, int64_t max_seq_len, int64_t features,
                      double init_std)
-    : features_(features), parameters_((vocab + max_seq_len) * features) {
+    : features_(features), parameters_((vocab + max_seq_len) * features), has_positions_(max_seq_len > 0) {
   const ParamInit init{ParamInit::Kind::kNormal, init_std};
   ParamSpec tokens = spec_of("wte.weight", {vocab, features}, init);
   tokens.cuts = {{.dim = 0, .axis = "tp"}};
   tokens_ = registry.declare(std::move(tokens));
+  if (!has_positions_) return;
   ParamSpec positions = spec_of("wpe.weight", {max_seq_len, features}, init);
   sum_over_tp(positions);
   positions_ = registry.declare(std::move(positions));
@@ -44,7 +45,7 @@ Tensor Embedding::forward(const Context& context, const Tensor&, Saved*) const {
   const MicroBatch& batch = context.batch;
   const Tensor out = new_activation(context, {batch.num_samples(), batch.seq_len(), features_}, "embedding");
   embedding_forward(context.stream, batch.tokens, context.params.weight(tokens_),
-                    context.params.weight(positions_), out);
+                    has_positions_ ? context.params.weight(positions_) : Tensor(), out);
   return out.view({batch.num_samples() * batch.seq_len(), features_});
 }
 
@@ -55,9 +56,9 @@ Tensor Embedding::backward_input(const Context&, const Tensor& dy, Saved& saved)
 
 void Embedding::backward_weight(const Context& context, Saved& saved) const {
   const MicroBatch& batch = context.batch;
-  embedding_backward(context.stream, batch.tokens,
-                     saved.tensors[0].view({batch.num_samples(), batch.seq_len(), features_}),
-                     context.params.grad(tokens_), context.params.grad(positions_));
+  embedding_backward(
+      context.stream, batch.tokens, saved.tensors[0].view({batch.num_samples(), batch.seq_len(), features_}),
+      context.params.grad(tokens_), has_positions_ ? context.params.grad(positions_) : Tensor());
 }
 
 Cost Embedding::cost(int64_t num_samples, int64_t seq_len) const {

@@ -15,7 +15,7 @@ from .checks import MAX_SEED, check_int, check_number, check_type
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
 from .mesh import Mesh
-from .models import GPT
+from .models import Model
 from .verification import StepRecorder
 from .world import Lanes
 
@@ -73,7 +73,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: GPT,
+        model: Model,
         mesh: Mesh,
         *,
         optimizer: optim.Optimizer,
@@ -85,7 +85,7 @@ class Trainer:
         zero: int = 0,
         precision: str = "fp32",
     ) -> None:
-        check_type("model", model, GPT, "a polyreme.models.GPT")
+        check_type("model", model, Model, "a polyreme.models.GPT or Llama")
         check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
         for axis in mesh.order:
             if axis != "dp" and mesh.size(axis) > 1:
