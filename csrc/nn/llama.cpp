@@ -39,6 +39,15 @@ void validate(const LlamaConfig& config) {
   finite("rope_theta", config.rope_theta, 1);
   finite("norm_eps", config.norm_eps, 0);
   finite("init_std", config.init_std, 0);
+  const auto stored = [](const char* name, DType dtype, bool fits, const char* expected) {
+    require(fits, "Llama: ", name, "=", dtype_name(dtype), "; expected ", expected);
+  };
+  const DType dtype = config.dtype;
+  stored("dtype", dtype, dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16,
+         "float32, bfloat16 or float16");
+  const auto dtype_or_f32 = [dtype](DType role) { return role == dtype || role == DType::kF32; };
+  stored("norm_dtype", config.norm_dtype, dtype_or_f32(config.norm_dtype), "dtype or float32");
+  stored("logits_dtype", config.logits_dtype, dtype_or_f32(config.logits_dtype), "dtype or float32");
 }
 
 LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, int64_t index) {
@@ -50,12 +59,18 @@ LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, int64_t
     return std::make_unique<Linear>(registry, prefix + name, in, out, options);
   };
   const auto norm = [&](const char* name) {
-    return std::make_unique<RmsNorm>(registry, prefix + name, hidden, config.norm_eps);
+    return std::make_unique<RmsNorm>(registry, prefix + name, hidden, config.norm_eps, config.dtype,
+                                     config.norm_dtype);
   };
-  const LinearOptions column{.init_std = config.init_std, .cut = LinearCut::kColumn};
+  const LinearOptions column{.init_std = config.init_std,
+                             .cut = LinearCut::kColumn,
+                             .dtype = config.dtype,
+                             .out_dtype = config.dtype};
   LinearOptions gate_up = column;
   gate_up.cut_blocks = 2;
-  const LinearOptions row{.init_std = branch_std, .cut = LinearCut::kRow};
+  LinearOptions row = column;
+  row.init_std = branch_std;
+  row.cut = LinearCut::kRow;
 
   // Built in order, since parameters are numbered as they are declared.
   auto norm1 = norm("ln_1");
@@ -65,15 +80,16 @@ LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, int64_t
   auto up = linear("mlp.gate_up", hidden, 2 * config.mlp_hidden, gate_up);
   auto down = linear("mlp.down", config.mlp_hidden, hidden, row);
 
-  LayerPtr attention = sequential(std::move(norm1), std::move(qkv),
-                                  std::make_unique<GroupedAttention>(GroupedAttentionOptions{
-                                      config.heads, config.kv_heads, head_dim, config.rope_theta}),
-                                  std::move(attention_out));
-  LayerPtr mlp = sequential(std::move(norm2), std::move(up), std::make_unique<SwiGlu>(config.mlp_hidden),
-                            std::move(down));
-  LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden),
-                              std::make_unique<Residual>(std::move(mlp), hidden));
-  if (config.recompute) block = std::make_unique<Recompute>(std::move(block), hidden);
+  LayerPtr attention =
+      sequential(std::move(norm1), std::move(qkv),
+                 std::make_unique<GroupedAttention>(GroupedAttentionOptions{
+                     config.heads, config.kv_heads, head_dim, config.rope_theta, config.dtype}),
+                 std::move(attention_out));
+  LayerPtr mlp = sequential(std::move(norm2), std::move(up),
+                            std::make_unique<SwiGlu>(config.mlp_hidden, config.dtype), std::move(down));
+  LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden, config.dtype),
+                              std::make_unique<Residual>(std::move(mlp), hidden, config.dtype));
+  if (config.recompute) block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
   return block;
 }
 
@@ -86,11 +102,12 @@ Model build_llama(const LlamaConfig& given) {
     config.mlp_hidden = round_up(ceil_div(8 * config.hidden, int64_t{3}), int64_t{64});
   validate(config);
   Model model;
-  model.description =
-      concat("Llama layers=", config.layers, " hidden=", config.hidden, " heads=", config.heads,
-             " kv_heads=", config.kv_heads, " mlp_hidden=", config.mlp_hidden, " vocab=", config.vocab,
-             " seq_len=", config.seq_len, " rope_theta=", config.rope_theta, " norm_eps=", config.norm_eps,
-             " tied=", config.tied, " init_std=", config.init_std);
+  model.description = concat(
+      "Llama layers=", config.layers, " hidden=", config.hidden, " heads=", config.heads,
+      " kv_heads=", config.kv_heads, " mlp_hidden=", config.mlp_hidden, " vocab=", config.vocab,
+      " seq_len=", config.seq_len, " rope_theta=", config.rope_theta, " norm_eps=", config.norm_eps,
+      " tied=", config.tied, " init_std=", config.init_std, " dtype=", dtype_name(config.dtype),
+      " norm_dtype=", dtype_name(config.norm_dtype), " logits_dtype=", dtype_name(config.logits_dtype));
   model.vocab = config.vocab;
   model.max_seq_len = config.seq_len;
   const auto add_layer = [&model](const auto& build) {
@@ -98,14 +115,23 @@ Model build_llama(const LlamaConfig& given) {
     model.layers.push_back(build());
   };
   ParamRegistry& registry = model.registry;
-  add_layer(
-      [&] { return std::make_unique<Embedding>(registry, config.vocab, 0, config.hidden, config.init_std); });
+  add_layer([&] {
+    return std::make_unique<Embedding>(registry, config.vocab, 0, config.hidden, config.init_std,
+                                       config.dtype);
+  });
   for (int64_t i = 0; i < config.layers; ++i) add_layer([&] { return build_block(registry, config, i); });
-  add_layer([&] { return std::make_unique<RmsNorm>(registry, "ln_f", config.hidden, config.norm_eps); });
-  LinearOptions head{.bias = false, .init_std = config.init_std, .cut = LinearCut::kColumn};
+  add_layer([&] {
+    return std::make_unique<RmsNorm>(registry, "ln_f", config.hidden, config.norm_eps, config.dtype,
+                                     config.norm_dtype);
+  });
+  LinearOptions head{.bias = false,
+                     .init_std = config.init_std,
+                     .cut = LinearCut::kColumn,
+                     .dtype = config.dtype,
+                     .out_dtype = config.logits_dtype};
   if (config.tied) head.tied_to = "wte.weight";
   add_layer([&] { return std::make_unique<Linear>(registry, "lm_head", config.hidden, config.vocab, head); });
-  add_layer([&] { return std::make_unique<CrossEntropy>(config.vocab); });
+  add_layer([&] { return std::make_unique<CrossEntropy>(config.vocab, config.logits_dtype); });
   return model;
 }
 

@@ -21,6 +21,10 @@ struct LlamaConfig {
   double init_std = 0.02;  // the last linear of each branch: init_std / sqrt(2 * layers)
   bool tied = false;       // head and token embedding are one parameter
   bool recompute = false;  // keep only the input of each block
+  // As in GptConfig.
+  DType dtype = DType::kF32;
+  DType norm_dtype = DType::kF32;
+  DType logits_dtype = DType::kF32;
 };
 
 // Throws InvalidArgument, naming field, value and rule.

@@ -5,9 +5,9 @@
 namespace polyreme {
 namespace {
 
-constexpr int64_t kElementBytes = 4;
+int64_t bytes_of(DType dtype, int64_t elements) { return static_cast<int64_t>(dtype_size(dtype)) * elements; }
 
-Tensor new_activation(const Context& context, const Shape& shape, DType dtype, const char* label) {
+Tensor new_activation(const Context& context, DType dtype, const Shape& shape, const char* label) {
   return empty(context.stream.device(), dtype, shape, label);
 }
 
@@ -15,11 +15,13 @@ Tensor new_activation(const Context& context, const Shape& shape, DType dtype, c
 
 // ---- RmsNorm ----
 
-RmsNorm::RmsNorm(ParamRegistry& registry, const std::string& name, int64_t features, float eps)
-    : features_(features), eps_(eps) {
+RmsNorm::RmsNorm(ParamRegistry& registry, const std::string& name, int64_t features, float eps, DType dtype,
+                 DType param_dtype)
+    : features_(features), eps_(eps), dtype_(dtype), param_dtype_(param_dtype) {
   ParamSpec gamma;
   gamma.name = name + ".weight";
   gamma.shape = {features};
+  gamma.dtype = param_dtype;
   gamma.weight_decay = false;
   gamma.init = {ParamInit::Kind::kOnes};
   // Under sequence parallelism a rank of tp sees only its share of the tokens.
@@ -28,15 +30,15 @@ RmsNorm::RmsNorm(ParamRegistry& registry, const std::string& name, int64_t featu
 }
 
 Tensor RmsNorm::forward(const Context& context, const Tensor& x, Saved* saved) const {
-  const Tensor y = new_activation(context, x.shape(), x.dtype(), "rms_norm");
-  const Tensor rstd = new_activation(context, {x.size(0)}, DType::kF32, "rms_norm rstd");
+  const Tensor y = new_activation(context, dtype_, x.shape(), "rms_norm");
+  const Tensor rstd = new_activation(context, DType::kF32, {x.size(0)}, "rms_norm rstd");
   rms_norm_forward(context.stream, x, context.params.weight(gamma_), eps_, y, rstd);
   if (saved) saved->tensors = {x, rstd};
   return y;
 }
 
 Tensor RmsNorm::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
-  const Tensor dx = new_activation(context, dy.shape(), dy.dtype(), "rms_norm grad");
+  const Tensor dx = new_activation(context, dtype_, dy.shape(), "rms_norm grad");
   rms_norm_backward_input(context.stream, dy, saved.tensors[0], context.params.weight(gamma_),
                           saved.tensors[1], dx);
   saved.tensors.push_back(dy);
@@ -50,29 +52,29 @@ void RmsNorm::backward_weight(const Context& context, Saved& saved) const {
 
 Cost RmsNorm::cost(int64_t num_samples, int64_t seq_len) const {
   const int64_t rows = num_samples * seq_len;
-  return {.bytes_moved = 2 * kElementBytes * rows * features_,
-          .parameter_bytes = kElementBytes * features_,
-          .saved_bytes = kElementBytes * rows * (features_ + 1)};
+  return {.bytes_moved = 2 * bytes_of(dtype_, rows * features_),
+          .parameter_bytes = bytes_of(param_dtype_, features_),
+          .saved_bytes = bytes_of(dtype_, rows * features_) + bytes_of(DType::kF32, rows)};
 }
 
 // ---- SwiGlu ----
 
 Tensor SwiGlu::forward(const Context& context, const Tensor& x, Saved* saved) const {
   if (saved) saved->tensors = {x};
-  const Tensor y = new_activation(context, {x.size(0), features_}, x.dtype(), "swiglu");
+  const Tensor y = new_activation(context, dtype_, {x.size(0), features_}, "swiglu");
   swiglu_forward(context.stream, x, y);
   return y;
 }
 
 Tensor SwiGlu::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
   const Tensor& x = saved.tensors[0];
-  const Tensor dx = new_activation(context, x.shape(), dy.dtype(), "swiglu grad");
+  const Tensor dx = new_activation(context, dtype_, x.shape(), "swiglu grad");
   swiglu_backward(context.stream, x, dy, dx);
   return dx;
 }
 
 Cost SwiGlu::cost(int64_t num_samples, int64_t seq_len) const {
-  const int64_t bytes = kElementBytes * num_samples * seq_len * features_;
+  const int64_t bytes = bytes_of(dtype_, num_samples * seq_len * features_);
   return {.bytes_moved = 3 * bytes, .saved_bytes = 2 * bytes};
 }
 
@@ -84,14 +86,14 @@ Tensor GroupedAttention::by_group(const Context& context, const Tensor& rows) co
 }
 
 Tensor GroupedAttention::forward(const Context& context, const Tensor& x, Saved* saved) const {
-  const auto [heads, kv_heads, head_dim, theta] = options_;
+  const auto [heads, kv_heads, head_dim, theta, dtype] = options_;
   const int64_t samples = context.batch.num_samples(), seq = context.batch.seq_len();
-  const Tensor turned = new_activation(context, x.shape(), x.dtype(), "rotary");
+  const Tensor turned = new_activation(context, dtype, x.shape(), "rotary");
   rotary(context.stream, by_group(context, x), by_group(context, turned), heads / kv_heads + 1, theta);
   const Tensor qkv = turned.view({samples, seq, qkv_heads(), head_dim});
-  const Tensor out = new_activation(context, {samples, seq, heads, head_dim}, x.dtype(), "attention");
+  const Tensor out = new_activation(context, dtype, {samples, seq, heads, head_dim}, "attention");
   const Tensor log_sum_exp =
-      new_activation(context, {samples, heads, seq}, DType::kF32, "attention log_sum_exp");
+      new_activation(context, DType::kF32, {samples, heads, seq}, "attention log_sum_exp");
   attention_forward(context.stream, qkv, out, log_sum_exp);
   if (saved) saved->tensors = {qkv, out, log_sum_exp};
   return out.view({samples * seq, heads * head_dim});
@@ -100,7 +102,7 @@ Tensor GroupedAttention::forward(const Context& context, const Tensor& x, Saved*
 Tensor GroupedAttention::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
   const Tensor& qkv = saved.tensors[0];
   const Tensor& out = saved.tensors[1];
-  const Tensor dqkv = new_activation(context, qkv.shape(), dy.dtype(), "attention grad");
+  const Tensor dqkv = new_activation(context, options_.dtype, qkv.shape(), "attention grad");
   attention_backward(context.stream, qkv, out, saved.tensors[2], dy.view(out.shape()), dqkv);
   const Tensor dx = dqkv.view({dy.size(0), qkv_heads() * options_.head_dim});
   const Tensor turned = by_group(context, dx);
@@ -117,8 +119,9 @@ Cost GroupedAttention::cost(int64_t num_samples, int64_t seq_len) const {
   const double product = 2 * pairs * static_cast<double>(features);
   return {.forward_flops = 2 * product,
           .backward_input_flops = 5 * product,
-          .bytes_moved = kElementBytes * rows * (3 * qkv_features + features),
-          .saved_bytes = kElementBytes * rows * (qkv_features + options_.heads)};
+          .bytes_moved = bytes_of(options_.dtype, rows * (3 * qkv_features + features)),
+          .saved_bytes =
+              bytes_of(options_.dtype, rows * qkv_features) + bytes_of(DType::kF32, rows * options_.heads)};
 }
 
 }  // namespace polyreme

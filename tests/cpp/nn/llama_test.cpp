@@ -18,6 +18,7 @@ void draw(LayerCase& c, float param_scale) {
                                      static_cast<uint32_t>(100 + c.params.size()), param_scale));
     if (spec.init.kind == ParamInit::Kind::kOnes)
       for (float& value : c.params.back()) value += 1.0f;
+    c.params.back() = rounded(spec.dtype, c.params.back());
   }
 }
 
@@ -187,6 +188,20 @@ TEST(Llama, RecomputeChangesNoBit) {
   const auto plain = run_layer(rig, llama_case(config), {4}).joined();
   config.recompute = true;
   expect_same_bits(run_layer(rig, llama_case(config), {1, 4}).joined(), plain);
+}
+
+// See NarrowMatchesFloat64 in gpt_test.cpp for the bound.
+TEST(Llama, NarrowMatchesFloat64) {
+  for (const auto& [dtype, other] : {std::pair{DType::kBF16, DType::kBF16}, {DType::kF16, DType::kF16},
+                                     {DType::kBF16, DType::kF32}}) {
+    LlamaConfig config = tiny_config();
+    config.dtype = dtype;
+    config.norm_dtype = config.logits_dtype = other;
+    const LayerCase c = llama_case(config);
+    expect_matches_reference(c, 16 * (dtype == DType::kBF16 ? 0x1p-8 : 0x1p-11));
+    expect_no_cut_shows(c);
+    expect_cost_is_true(c);
+  }
 }
 
 TEST(Llama, ParametersAndTheirCuts) {

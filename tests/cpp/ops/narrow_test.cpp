@@ -35,23 +35,16 @@ Tensor empty_of(Rig& rig, DType dtype, const Shape& shape) {
   return empty(rig.device(), dtype, shape, "narrow test");
 }
 
-Tensor cast_to(Rig& rig, const Tensor& from, DType dtype) {
-  const Tensor to = empty_of(rig, dtype, from.shape());
-  cast(rig.stream(), from, to);
-  return to;
-}
-
 Tensor narrow_random(Rig& rig, DType dtype, const Shape& shape, uint32_t seed, float scale = 1.0f) {
-  return cast_to(rig, rig.upload(shape, random_floats(static_cast<size_t>(shape.numel()), seed, scale)),
-                 dtype);
+  return rig.upload(dtype, shape, random_floats(static_cast<size_t>(shape.numel()), seed, scale));
 }
 
-Tensor widened(Rig& rig, const Tensor& narrow) { return cast_to(rig, narrow, DType::kF32); }
+Tensor widened(Rig& rig, const Tensor& narrow) { return rig.cast_to(DType::kF32, narrow); }
 
 // `narrow` holds what `wide` rounds to; returns it as floats.
 std::vector<float> expect_rounded(Rig& rig, const Tensor& narrow, const Tensor& wide, const char* what) {
   const auto got = rig.download(widened(rig, narrow));
-  expect_same_bits(got, rig.download(widened(rig, cast_to(rig, wide, narrow.dtype()))), what);
+  expect_same_bits(got, rig.download(widened(rig, rig.cast_to(narrow.dtype(), wide))), what);
   return got;
 }
 
@@ -63,7 +56,7 @@ TEST(Cast, WidensEveryNumberExactly) {
       const Tensor in = empty_of(rig, dtype, {65536});
       copy_from_host(rig.stream(), bits.data(), in);
       const Tensor wide = widened(rig, in);
-      const auto back = download_bits(rig, cast_to(rig, wide, dtype));
+      const auto back = download_bits(rig, rig.cast_to(dtype, wide));
       for (int i = 0; i < 65536; ++i) {
         const bool nan = (i & 0x7fff) > infinity_of(dtype);
         EXPECT_EQ((back[i] & 0x7fff) > infinity_of(dtype), nan);
@@ -104,7 +97,7 @@ TEST(Cast, RoundsToNearestTiesToEven) {
     in.push_back(dtype == DType::kF16 ? 1e5f : kInf);
     expected.push_back(infinity_of(dtype));
     same_bits_everywhere([&](Rig& rig) {
-      const auto got = download_bits(rig, cast_to(rig, rig.upload(in), dtype));
+      const auto got = download_bits(rig, rig.cast_to(dtype, rig.upload(in)));
       for (size_t i = 0; i < in.size(); ++i) EXPECT_EQ(got[i], expected[i]) << in[i];
       return std::vector<float>();
     });
