@@ -15,7 +15,6 @@ MODELS = {
     "untied": pr.models.GPT(layers=2, hidden=48, heads=4, vocab=101, seq_len=32, tied=False),
     "one_head_recompute": pr.models.GPT(layers=3, hidden=64, heads=1, vocab=64, seq_len=65, recompute=True),
     "llama": pr.models.Llama(layers=2, hidden=48, heads=4, kv_heads=2, vocab=97, seq_len=33),
-    "llama_tied": pr.models.Llama(layers=2, hidden=48, heads=6, kv_heads=1, vocab=64, seq_len=65, tied=True),
 }
 
 
