@@ -110,6 +110,9 @@ Model build_gpt(const GptConfig& config) {
       " norm_dtype=", dtype_name(config.norm_dtype), " logits_dtype=", dtype_name(config.logits_dtype));
   model.vocab = config.vocab;
   model.max_seq_len = config.seq_len;
+  for (int64_t i = 0; i <= config.layers; ++i) model.cuts.push_back(static_cast<size_t>(1 + i));
+  model.boundary_features = config.hidden;
+  model.boundary_dtype = config.dtype;
   const auto add_layer = [&model](const auto& build) {
     model.registry.begin_layer(model.layers.size());
     model.layers.push_back(build());
