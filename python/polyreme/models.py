@@ -13,6 +13,7 @@ from .errors import InvalidArgument
 __all__ = ["GPT", "Llama", "Model"]
 
 
+@dataclass(frozen=True, kw_only=True)
 class Model(ABC):
     """What the families of models share. `layers` blocks of width `hidden`, trained on sequences of up to `seq_len`
     tokens out of `vocab`."""

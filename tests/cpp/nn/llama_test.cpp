@@ -192,8 +192,8 @@ TEST(Llama, RecomputeChangesNoBit) {
 
 // See NarrowMatchesFloat64 in gpt_test.cpp for the bound.
 TEST(Llama, NarrowMatchesFloat64) {
-  for (const auto& [dtype, other] : {std::pair{DType::kBF16, DType::kBF16}, {DType::kF16, DType::kF16},
-                                     {DType::kBF16, DType::kF32}}) {
+  for (const auto& [dtype, other] :
+       {std::pair{DType::kBF16, DType::kBF16}, {DType::kF16, DType::kF16}, {DType::kBF16, DType::kF32}}) {
     LlamaConfig config = tiny_config();
     config.dtype = dtype;
     config.norm_dtype = config.logits_dtype = other;
