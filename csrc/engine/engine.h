@@ -10,6 +10,7 @@
 
 #include "engine/agreement.h"
 #include "engine/batch.h"
+#include "engine/memory_terms.h"
 #include "engine/param_store.h"
 #include "engine/pipeline_run.h"
 #include "mesh/mesh.h"
@@ -79,6 +80,8 @@ class Engine {
   const ShardMap& map() const { return plan_.map; }
   // Elements of all parameters of the model.
   int64_t num_parameters() const;
+  // What this rank's memory goes to; see memory_terms.
+  std::vector<MemoryTerm> memory() const;
   int64_t applied_steps() const { return applied_steps_; }
   int64_t local_batch() const { return options_.global_batch / dp_.size(); }
   // Copies to and from the host; reading is collective along pp and for what ZeRO has sharded, writing is
