@@ -72,7 +72,7 @@ Tensor Engine::unit_buffer(const std::string& kind, int unit) {
 std::vector<MemoryTerm> Engine::memory() const {
   const int64_t lane_samples = options_.global_batch / options_.lanes_dp;
   return memory_terms(
-      plan_, model_.registry, optimizer_->state(),
+      plan_, part_.registry, optimizer_->state(),
       {.zero = options_.zero,
        .local_lanes = options_.lanes_dp / dp_.size(),
        .micro_batches = options_.zero.round_first ? 1 : ceil_div(lane_samples, options_.micro_batch)});
