@@ -422,10 +422,8 @@ class Checkpointer:
                     f"'{files.path}' does not fit: {'; '.join([complaint, *problems] if complaint else problems)}"
                 )
             pieces = [(i, begin, end) for i in indices for begin, end in held[i].pieces]
-            data = np.empty(
-                sum((end - begin) * ITEM_BYTES[held[i].dtype] for i, begin, end in pieces),
-                np.uint8,
-            )
+            size = sum((end - begin) * ITEM_BYTES[held[i].dtype] for i, begin, end in pieces)
+            data = self._staging.memory(size)
             files.read([(held[i].name, begin, end) for i, begin, end in pieces], data)
         except Exception as error:  # told to all ranks, whatever it is
             facts["error"] = str(error) if isinstance(error, Error) else repr(error)
