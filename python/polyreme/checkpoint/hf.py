@@ -267,7 +267,8 @@ def export_hf(
         if groups[-1] and sum(renamed[n].nbytes for n in groups[-1]) + array.nbytes > shard_bytes:
             groups.append([])
         groups[-1].append(name)
-    written, places = [], {}
+    written: list[str] = []
+    places: dict[str, str] = {}
     for i, group in enumerate(groups):
         file = (
             "model.safetensors" if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
@@ -376,4 +377,5 @@ def _as_float32(data: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype not in _DTYPES:
         raise CheckpointError(f"a weight is stored as {dtype}; expected BF16, F16, F32 or F64")
-    return data.view(_DTYPES[dtype]).astype(np.float32)
+    result: NDArray[np.float32] = data.view(_DTYPES[dtype]).astype(np.float32)
+    return result
