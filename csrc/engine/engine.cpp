@@ -72,21 +72,22 @@ StagePart part_of(const Model& model, const Mesh& mesh, const EngineOptions& opt
   require<NotAvailable>(options.zero.stage < 3,
                         "zero=3 with a pipeline: this version divides the weights of a stage over "
                         "dp only without one; use zero=2");
+  const std::vector<uint8_t>& trainable = options.optimizer.trainable;
+  require<NotAvailable>(std::find(trainable.begin(), trainable.end(), 0) == trainable.end(),
+                        "frozen parameters with a pipeline: this version has them without one; use pp=1");
   return make_stage_part(model, schedule, mesh.coordinate("pp"), options.pipeline.split);
 }
 
-// Units hold parameters of one group: those of a chunk, since chunks are at different lanes at a time.
-std::vector<int> unit_groups(const StagePart& part, const OptimizerOptions& options) {
-  std::vector<int> groups = state_groups(part.registry.specs(), options);
-  groups.resize(part.registry.specs().size(), 0);
-  const auto chunks = static_cast<int>(part.chunks.size());
-  for (size_t param = 0; param < groups.size(); ++param) {
+// By parameter of the part. Chunks are at different lanes at a time, so they share no unit.
+std::vector<int> chunk_of_params(const StagePart& part) {
+  std::vector<int> chunks;
+  for (size_t param = 0; param < part.registry.specs().size(); ++param) {
     const auto layer = static_cast<size_t>(part.registry.layers_of(static_cast<int>(param)).front());
     int chunk = 0;
     while (part.chunks[static_cast<size_t>(chunk)].end <= layer) ++chunk;
-    groups[param] = groups[param] * chunks + chunk;
+    chunks.push_back(chunk);
   }
-  return groups;
+  return chunks;
 }
 
 }  // namespace
@@ -104,7 +105,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
                       : nullptr),
       groups_(dp_, options_.zero.stage == 0 ? 1 : options_.zero.shard_size),
       plan_(make_unit_plan(part_.registry, model_.layers.size(), options_.zero, groups_.num_shards(),
-                           unit_groups(part_, options_of(part_, options_.optimizer)))),
+                           options_of(part_, options_.optimizer), chunk_of_params(part_))),
       params_(*stream_, background(), part_.registry, plan_, groups_, options_.lanes_dp / dp_.size(),
               options_.zero, part_.local),
       optimizer_(make_optimizer(*stream_, plan_.map, groups_.shard_rank(),
@@ -131,6 +132,8 @@ void Engine::agree_on_settings() {
   std::string optimizer = concat(rule.rule, " betas=", rule.beta1, ",", rule.beta2, " eps=", rule.eps,
                                  " momentum=", rule.momentum, " weight_decay=");
   for (const double decay : rule.weight_decay) optimizer += concat(decay, " ");
+  optimizer += "trainable=";
+  for (const uint8_t trainable : rule.trainable) optimizer += trainable ? "1" : "0";
   const ZeroOptions& zero = options_.zero;
   std::string split;
   for (const int blocks : options_.pipeline.split) split += concat(blocks, " ");
@@ -197,7 +200,8 @@ void Engine::plan_visits(int64_t count, size_t num_layers, bool with_backward) {
   std::vector<size_t> visits;
   for (int64_t i = 0; i < count; ++i) {
     for (size_t layer = 0; layer < num_layers; ++layer) visits.push_back(layer);
-    for (size_t layer = num_layers; with_backward && layer-- > 0;) visits.push_back(layer);
+    for (size_t layer = num_layers; with_backward && layer-- > plan_.first_trainable_layer;)
+      visits.push_back(layer);
   }
   params_.weights.plan_visits(std::move(visits));
 }
@@ -207,7 +211,8 @@ void Engine::run_micro_batch(const Context& context, bool completes_lane) {
   std::vector<Saved> saved(layers.end);
   const Tensor loss = run_forward(model_, layers, context, params_.weights, {}, &saved);
   exact_sum(*stream_, loss, loss_sum_);
-  run_backward(model_, layers, context, params_, {}, saved, completes_lane);
+  run_backward(model_, {plan_.first_trainable_layer, layers.end}, context, params_, {}, saved,
+               completes_lane);
 }
 
 std::vector<MicroRange> Engine::micro_ranges() const {
@@ -253,7 +258,8 @@ void Engine::measure_gradient() {
   // such a loss with finite gradients): its counts of NaN and inf go into the norm.
   const auto counts = [](const Tensor& limbs) { return limbs.slice(0, ExactSum::kDigits, ExactSum::kLimbs); };
   copy(*stream_, counts(loss_sum_), counts(square_sum_));
-  for (const Tensor& grads : params_.grads.own()) exact_sum_squares(*stream_, grads, square_sum_);
+  for (const Tensor& grads : params_.grads.own())
+    if (grads.defined()) exact_sum_squares(*stream_, grads, square_sum_);
   if (groups_.num_shards() > 1)
     groups_.shard().all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   sum_along_pp(square_sum_);

@@ -11,6 +11,7 @@ namespace polyreme {
 size_t Engine::first_not_finite(const std::string& kind) {
   int64_t first = static_cast<int64_t>(model_.registry.specs().size());
   for (int unit = 0; unit < map().num_units(); ++unit) {
+    if (kind == "grad" && plan_.is_frozen[static_cast<size_t>(unit)]) continue;
     const Tensor buffer = unit_buffer(kind, unit);
     for (const int param : map().params_of(unit)) {
       zero_limbs(*stream_, square_sum_);
@@ -49,21 +50,24 @@ void Engine::check_kind(const std::string& kind) const {
     known += ", " + state.name;
   }
   require(is_known, "unknown kind '", kind, "'; expected one of ", known);
-  require(kind != "grad" || params_.grads.own().front().defined(),
-          "there is no gradient before the first step");
+  const std::vector<Tensor>& grads = params_.grads.own();
+  const bool has_grads = std::any_of(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); });
+  require(kind != "grad" || has_grads, "there is no gradient before the first step");
 }
 
 Tensor Engine::unit_buffer(const std::string& kind, int unit) {
   if (kind == "weight") return params_.weights.whole(unit);
   std::string known = "weight, grad";
   if (kind == "grad") {
+    require(!plan_.is_frozen[static_cast<size_t>(unit)], "the parameter is frozen: it has no gradient");
     const Tensor& slice = params_.grads.own()[static_cast<size_t>(unit)];
     require(slice.defined(), "there is no gradient before the first step");
     return params_.weights.gathered(slice, unit);
   }
   for (const auto& [name, slices] : optimizer_->state()) {
     const Tensor& slice = slices[static_cast<size_t>(unit)];
-    if (name == kind && slice.defined()) return params_.weights.gathered(slice, unit);
+    require(name != kind || slice.defined(), "the parameter has no '", kind, "'");
+    if (name == kind) return params_.weights.gathered(slice, unit);
     known += ", " + name;
   }
   throw InvalidArgument(concat("unknown kind '", kind, "'; expected one of ", known));

@@ -18,6 +18,7 @@ class ParamStore final : public ParamStorage {
 
   Tensor weight(const ParamUse& use) const override { return weights.weight(local_of(use.param)); }
   Tensor grad(const ParamUse& use) const override { return grads.grad({local_of(use.param), use.use}); }
+  bool is_trainable(const ParamUse& use) const override { return grads.is_trainable(local_of(use.param)); }
 
   WeightStore weights;
   GradStore grads;

@@ -46,6 +46,7 @@ Tensor RmsNorm::backward_input(const Context& context, const Tensor& dy, Saved& 
 }
 
 void RmsNorm::backward_weight(const Context& context, Saved& saved) const {
+  if (!context.params.is_trainable(gamma_)) return;
   rms_norm_backward_weight(context.stream, saved.tensors[2], saved.tensors[0], saved.tensors[1],
                            context.params.grad(gamma_));
 }

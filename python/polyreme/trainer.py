@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -76,9 +77,18 @@ class Trainer:
             much traffic again. A `Zero` has options such as the size of buckets and hybrid sharding.
         precision: "fp32" in this version.
 
+        frozen: patterns of names (as in fnmatch) of parameters that do not learn: ["wte.*", "h.0.*"]. They have
+            neither gradient nor optimizer state, and backward ends with the first layer that learns.
+
     Raises:
-        InvalidArgument: sizes that do not fit together, naming them.
+        InvalidArgument: sizes that do not fit together, naming them; a pattern that matches nothing.
         NotAvailable: options of a later version.
+
+    Example:
+        >>> trainer = pr.Trainer(  # doctest: +SKIP
+        ...     model, pr.Mesh(world), optimizer=pr.AdamW(lr=3e-4), global_batch=64, micro_batch=4,
+        ...     lanes=pr.Lanes(dp=8), zero=pr.Zero(stage=3, prefetch=2), clip_norm=1.0,
+        ... )
     """
 
     def __init__(
@@ -96,6 +106,7 @@ class Trainer:
         precision: str = "fp32",
         schedule: ScheduleKind | FixedSchedule | None = None,
         split: Sequence[int] | None = None,
+        frozen: Sequence[str] = (),
     ) -> None:
         check_type("model", model, Model, "a polyreme.models.GPT or Llama")
         check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
@@ -122,6 +133,7 @@ class Trainer:
         self.optimizer = optimizer
         self.global_batch = global_batch
         self.seed = seed
+        self.frozen = _matching(self.parameter_names(), frozen)
         self.peak_flops: float | None = None
         lists = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
         self._engine = _core.Engine(
@@ -143,6 +155,7 @@ class Trainer:
             weight_decay=optimizer.decay_of(model.param_specs()),
             schedule=lists._core if lists is not None else None,
             split=_split(split, lists),
+            trainable=[name not in self.frozen for name in self.parameter_names()],
             **optimizer._constants(),
         )
         self.lanes = replace(lanes, dp=self._engine.lanes_dp)
@@ -400,6 +413,17 @@ def _split(split: Sequence[int] | None, lists: Schedule | None) -> list[int]:
             "split: there is no pipeline to split the model for; use pp > 1, or give a schedule"
         )
     return [check_int("split: blocks of a chunk", blocks, 0) for blocks in split]
+
+
+def _matching(names: list[str], patterns: Sequence[str]) -> frozenset[str]:
+    """The names that match a pattern, as in fnmatch."""
+    if isinstance(patterns, str):
+        raise InvalidArgument(f"frozen={patterns!r}; expected a list of patterns, such as ['wte.*']")
+    for pattern in patterns:
+        check_type("frozen", pattern, str, "patterns of names, such as 'wte.*'")
+        if not fnmatch.filter(names, pattern):
+            raise InvalidArgument(f"frozen: no parameter matches {pattern!r}; names are like {names[0]!r}")
+    return frozenset(name for name in names for pattern in patterns if fnmatch.fnmatchcase(name, pattern))
 
 
 def _token_array(values: ArrayLike, what: str) -> NDArray[np.int32]:
