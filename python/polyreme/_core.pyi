@@ -248,9 +248,9 @@ class Engine:
         eps: float,
         momentum: float,
         weight_decay: Sequence[float],
+        trainable: Sequence[int],
         schedule: Schedule | None,
         split: Sequence[int],
-        trainable: Sequence[int],
     ) -> None: ...
     def train_step(self, data: TokenDataset, order: SampleOrder, step: int, lr: float) -> dict[str, Any]: ...
     def train_batch(self, tokens: _Ints, targets: _Ints, lr: float) -> dict[str, Any]: ...
