@@ -271,6 +271,7 @@ def test_comm_without_open_mpi(monkeypatch):
         ("step", ["--batch", 2, "--micro-batch", 3], ["batch=2", "micro_batch=3"]),
         ("step", ["--steps", 0], ["steps=0"]),
         ("step", ["--ranks", -1], ["ranks=-1", "at least 1"]),
+        ("step", ["--precision", "fp16", "--against", "torch"], ["--against torch", "fp32 and bf16", "fp16"]),
         ("step", ["--zero", 4], ["zero=4", "from 0 to 3"]),
         ("step", ["--ranks", 2, "--against", "torch"], ["--against torch", "--ranks 2", "torch-ddp"]),
         ("comm", ["--ranks", 1], ["ranks=1", "2 ranks"]),
