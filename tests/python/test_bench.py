@@ -272,6 +272,7 @@ def test_comm_without_open_mpi(monkeypatch):
         ("step", ["--batch", 2, "--micro-batch", 3], ["batch=2", "micro_batch=3"]),
         ("step", ["--steps", 0], ["steps=0"]),
         ("step", ["--ranks", -1], ["ranks=-1", "at least 1"]),
+        ("step", ["--precision", "fp16", "--against", "torch"], ["--against torch", "fp32 and bf16", "fp16"]),
         ("step", ["--zero", 4], ["zero=4", "from 0 to 3"]),
         ("step", ["--ranks", 2, "--against", "torch"], ["--against torch", "--ranks 2", "torch-ddp"]),
         ("comm", ["--ranks", 1], ["ranks=1", "2 ranks"]),
@@ -301,3 +302,18 @@ def test_optim():
         assert row["ratio"] == pytest.approx(row["gb_per_s"] / row["triad_gb_per_s"])
         assert row["gb_per_s"] > 0
     assert "adamw" in "\n".join(render_optim(result))
+
+
+def test_checkpoint_json(tmp_path):
+    arguments = ["--mib", 1, "--repeats", 1, "--directory", tmp_path, "--json"]
+    done = polyreme("bench", "checkpoint", *arguments, timeout=5 * HANG_S)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result["seconds"]) == {"plain", "polyreme"}
+    assert set(result["speed_ratios"]) == {
+        "stall_over_memcpy",
+        "save_over_plain_write",
+        "load_over_plain_read",
+    }
+    assert not list(tmp_path.iterdir())
+    assert polyreme("bench", "checkpoint", "--against", "tensorflow").returncode == 2
