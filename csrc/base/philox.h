@@ -31,7 +31,7 @@ struct Philox4 {
 }
 
 // What a stream of random numbers is for; a part of the counter, so streams never overlap.
-enum class RandomPurpose : uint32_t { kInit = 1, kDropout = 2, kDataOrder = 3 };
+enum class RandomPurpose : uint32_t { kInit = 1, kDropout = 2, kDataOrder = 3, kRounding = 4 };
 
 // Names one stream: `stream` tells uses of one purpose apart (a parameter's name hash, a dropout
 // layer's index), `step` is the training step (0 where it does not apply).

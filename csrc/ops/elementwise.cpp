@@ -113,6 +113,25 @@ void dropout(Stream& stream, const Tensor& x, const Tensor& y, float p, const Ra
                          });
 }
 
+void round_stochastic(Stream& stream, const Tensor& from, const Tensor& to, const RandomKey& key,
+                      int64_t first_element) {
+  check_dense({"round_stochastic", "from"}, from);
+  check_dense({"round_stochastic", "to"}, to, from.shape(), DType::kBF16);
+  check_apart({"round_stochastic", "to"}, to, from);
+  check_first_element("round_stochastic", first_element);
+  const float* const x = from.address<float>();
+  const ElementPointer y(to);
+  const auto first = static_cast<uint64_t>(first_element);
+  as_cpu(stream).enqueue(
+      {"round_stochastic", OpKind::kElementwise}, {reads(from), writes(to)},
+      [=, n = from.numel()](const CpuContext& context) {
+        const auto kernel = pick(context.isa, cpu::avx2::round_stochastic, cpu::avx512::round_stochastic);
+        for_ranges(context.pool, n, kGrain, [&](int64_t begin, int64_t end) {
+          kernel(x + begin, y + begin, end - begin, key, first + static_cast<uint64_t>(begin));
+        });
+      });
+}
+
 void fill_normal(Stream& stream, const Tensor& out, float std, const RandomKey& key, int64_t first_element) {
   check_dense({"fill_normal", "out"}, out);
   require(std >= 0.0f && std::isfinite(std), "fill_normal: std: expected a finite number, 0 or more, got ",

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/hash.h"
 #include "mesh/agreement.h"
 #include "ops/update.h"
 
@@ -76,12 +77,14 @@ ShardedOptimizer::ShardedOptimizer(Device& device, Stream& background, Communica
 
 void ShardedOptimizer::agree_on_settings() {
   agree(group_, *compute_, {fact("number of parameters", static_cast<int64_t>(specs_.size()))}, nullptr);
-  std::vector<Fact> facts = {fact("stage", options_.stage),
-                             fact("lanes", options_.lanes),
-                             fact("micro_batches", options_.micro_batches),
-                             fact("bucket_bytes", options_.bucket_bytes),
-                             fact("clipping", concat(options_.clip_norm, " in norm ", options_.norm_type)),
-                             fact("rule", describe(options_.rule))};
+  std::vector<Fact> facts = {
+      fact("stage", options_.stage),
+      fact("lanes", options_.lanes),
+      fact("micro_batches", options_.micro_batches),
+      fact("bucket_bytes", options_.bucket_bytes),
+      fact("clipping", concat(options_.clip_norm, " in norm ", options_.norm_type)),
+      fact("rule", describe(options_.rule)),
+      fact("stochastic rounding", concat(options_.stochastic_rounding, " of seed ", options_.seed))};
   for (const ParamSpec& spec : specs_)
     facts.push_back(fact("parameter", concat(spec.name, " ", spec.shape, " ", dtype_name(spec.dtype))));
   agree(group_, *compute_, facts, nullptr);
@@ -168,6 +171,35 @@ const std::vector<Tensor>& ShardedOptimizer::slices(const std::string& kind) con
   throw InvalidArgument(concat("unknown kind '", kind, "'; expected one of ", known));
 }
 
+void ShardedOptimizer::round_weight(const Tensor& from, const Tensor& to, int param, int64_t begin) {
+  // By the number of updates: a weight that a step leaves alone is rounded as before.
+  const RandomKey key{options_.seed, RandomPurpose::kRounding,
+                      static_cast<uint32_t>(text_hash(specs_[at(param)].name)),
+                      static_cast<uint32_t>(rule_->updates()[at(param)])};
+  round_stochastic(*compute_, from, to, key, begin);
+}
+
+Tensor ShardedOptimizer::gathered(int unit, const Tensor& own, DType dtype, bool rounds) {
+  if (map_.num_shards() == 1) return own;
+  const Tensor whole = empty(device_, dtype, {map_.unit_elements(unit)}, "gathered unit");
+  const FlatRange range = map_.shard_slice(unit, shard());
+  const Tensor part = whole.slice(0, range.begin, range.end);
+  if (rounds) {
+    fill(*compute_, part, 0.0f);
+    for (const ShardMap::Piece& piece : map_.pieces(shard())) {
+      if (map_.unit_of(piece.param) != unit) continue;
+      const auto of = [&piece](const Tensor& slice) {
+        return slice.slice(0, piece.unit_shard_begin, piece.unit_shard_begin + piece.size);
+      };
+      round_weight(of(own), of(part), piece.param, piece.param_begin);
+    }
+  } else {
+    cast(*compute_, own, part);
+  }
+  group_.all_gather(part, whole, *compute_)->wait_on(*compute_);
+  return whole;
+}
+
 void ShardedOptimizer::read(const std::string& kind, const std::vector<Tensor>& out) {
   const std::vector<Tensor>& own = slices(kind);
   require(out.size() == specs_.size(), "read: ", out.size(), " arrays for ", specs_.size(), " parameters");
@@ -178,17 +210,13 @@ void ShardedOptimizer::read(const std::string& kind, const std::vector<Tensor>& 
     for (const int param : map_.params_of(unit)) {
       const Tensor& to = out[at(param)];
       if (!to.defined()) continue;
-      if (!whole.defined()) {
-        whole = own[at(unit)];
-        if (map_.num_shards() > 1) {
-          whole = empty(device_, to.dtype(), {map_.unit_elements(unit)}, "gathered unit");
-          const FlatRange range = map_.shard_slice(unit, shard());
-          const Tensor part = whole.slice(0, range.begin, range.end);
-          cast(*compute_, own[at(unit)], part);
-          group_.all_gather(part, whole, *compute_)->wait_on(*compute_);
-        }
-      }
-      cast(*compute_, map_.view(whole, param).view({to.numel()}), to.view({to.numel()}));
+      const bool rounds = kind == "weight" && to.dtype() == DType::kBF16 && options_.stochastic_rounding;
+      if (!whole.defined()) whole = gathered(unit, own[at(unit)], to.dtype(), rounds);
+      const Tensor from = map_.view(whole, param).view({to.numel()});
+      if (rounds && map_.num_shards() == 1)
+        round_weight(from, to.view({to.numel()}), param, 0);
+      else
+        cast(*compute_, from, to.view({to.numel()}));
     }
   }
   compute_->synchronize();

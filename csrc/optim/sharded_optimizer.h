@@ -18,6 +18,10 @@ struct ShardedOptimizerOptions {
   int64_t bucket_bytes = int64_t{25} << 20;
   float clip_norm = 0;   // 0: no limit
   double norm_type = 2;  // 1 or more, or infinity
+  // Weights are rounded to bf16 arrays up or down at random, by what is drawn for (seed, name, updates,
+  // element), instead of to the nearest.
+  bool stochastic_rounding = false;
+  uint64_t seed = 0;
   OptimizerOptions rule;
 };
 
@@ -77,6 +81,10 @@ class ShardedOptimizer {
   // Where all ranks meet before a step: sums of counts, whose parameters have gradients.
   ShardedStepResult meet(const ShardedStep& step, const std::exception_ptr& refusal,
                          std::vector<uint8_t>& has_grad);
+  // A parameter's elements from `begin` on, as its array holds them.
+  void round_weight(const Tensor& from, const Tensor& to, int param, int64_t begin);
+  // All of a unit, of which each rank has its slice, in `dtype`.
+  Tensor gathered(int unit, const Tensor& own, DType dtype, bool rounds);
   void find_culprit(ShardedStepResult& result);
   int64_t reduce_on_host(int64_t value, ReduceOp op);
 

@@ -300,6 +300,8 @@ class ShardedOptimizer:
         bucket_bytes: int,
         clip_norm: float,
         norm_type: float,
+        stochastic_rounding: bool,
+        seed: int,
         rule: dict[str, Any],
     ) -> None: ...
     def add(self, param: int, grad: Any) -> None: ...

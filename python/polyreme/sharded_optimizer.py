@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from . import _core
 from .arrays import Target, check_float, dtype_name, plain, readable
-from .checks import check_int, check_number, check_type
+from .checks import MAX_SEED, check_int, check_number, check_type
 from .errors import InvalidArgument, NumericError
 from .group import Group
 from .loss_scaler import LossScaler
@@ -79,6 +79,8 @@ class ShardedOptimizer:
         loss_scaler: for float16; see LossScaler. The loss must be multiplied by `loss_scale`.
         nonfinite: "skip" or "raise" where a gradient is not finite. Default: "skip" with a loss scaler.
         max_skips: raise after so many skipped steps in a row; 0: never.
+        stochastic_rounding: bfloat16 arrays get the fp32 weights rounded up or down at random, so that small
+            updates are not lost on average; drawn for (`seed`, name, number of updates, element).
 
     Raises:
         InvalidArgument: before anything is communicated; or on all ranks, naming what differs between them.
@@ -102,6 +104,8 @@ class ShardedOptimizer:
         loss_scaler: LossScaler | None = None,
         nonfinite: str | None = None,
         max_skips: int = 0,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         check_type("ShardedOptimizer: group", group, Group, 'a group of a mesh, such as mesh["dp"]')
         self.rule = AdamW() if rule is None else rule
@@ -144,6 +148,8 @@ class ShardedOptimizer:
             bucket_bytes=check_int("ShardedOptimizer: bucket_bytes", bucket_bytes, 1),
             clip_norm=check_number("ShardedOptimizer: clip_norm", clip_norm),
             norm_type=order,
+            stochastic_rounding=bool(stochastic_rounding),
+            seed=check_int("ShardedOptimizer: seed", seed, 0, MAX_SEED),
             rule={**self.rule.core_options(specs), "trainable": [int(not f) for f in self._is_frozen]},
         )
         self.applied_steps = 0

@@ -298,3 +298,30 @@ def test_a_gradient_that_is_not_finite_stops_the_run_without_a_scaler():
         refused(pr.NumericError, ["2 time(s) in a row"], lambda: patient.step({"b": bad}))
 
     on_ranks(2, body)
+
+
+@pytest.mark.torch
+def test_stochastic_rounding_is_unbiased_and_the_same_everywhere():
+    torch = pytest.importorskip("torch")
+    count, target = 3000, 1 + 2.0**-10  # an eighth of the way from 1 to the next bfloat16
+
+    def body(group, stage, seed=1):
+        params = {"v": torch.ones(7, dtype=torch.bfloat16), "w": torch.ones(count, dtype=torch.bfloat16)}
+        optimizer = pr.ShardedOptimizer(
+            params, group, stage=stage, rule=sgd(), stochastic_rounding=True, seed=seed, bucket_bytes=1
+        )
+        optimizer.step({"w": torch.full((count,), -(2.0**-10))})
+        assert torch.all(params["v"] == 1)
+        assert np.all(optimizer.weight("w") == np.float32(target))
+        before = params["w"].clone()
+        assert optimizer.step({"w": torch.zeros(count)}, count=0).skipped
+        assert torch.equal(params["w"], before)
+        return before.float().tolist()
+
+    (reference,) = on_ranks(1, lambda group: body(group, 0))
+    assert set(reference) == {1.0, 1 + 2.0**-7}
+    # Five standard deviations of the mean.
+    assert abs(np.mean(reference) - target) < 5 * 2.0**-7 * math.sqrt(0.125 * 0.875 / count)
+    for dp, stage in ((2, 0), (2, 1), (3, 2)):
+        assert on_ranks(dp, lambda group, stage=stage: body(group, stage)) == [reference] * dp
+    assert on_ranks(1, lambda group: body(group, 1, seed=2)) != [reference]

@@ -11,7 +11,8 @@ from ..world import init
 
 __all__ = ["bench_optim", "render_optim"]
 
-# Bytes that a rule must read and write for each element; the triad x + y -> z moves 12.
+# Bytes that a rule reads and writes for each element. The triad x + y -> x moves 12: in place as the rules are, so
+# that no cache line is fetched only to be overwritten.
 BYTES = {"adamw": 28, "sgd": 20, "lion": 20}
 TRIAD_BYTES = 12
 

@@ -272,5 +272,39 @@ TEST(Rules, NanScaleChangesNothing) {
   EXPECT_EQ(rig.download<int64_t>(sums), std::vector<int64_t>(2 * ExactSum::kLimbs, 0));
 }
 
+TEST(RoundStochastic, IsANeighbourWithTheRightMeanWhateverTheCut) {
+  const RandomKey key{7, RandomPurpose::kRounding, 3, 1};
+  std::vector<float> x = random_floats(kSize, 9);
+  for (size_t i = 0; i < 4; ++i) x[i] = std::vector<float>{kInf, -kInf, kNan, 0.0f}[i];
+  const auto rounded = [&](Rig& rig, const std::vector<int64_t>& cuts) {
+    const Tensor from = rig.upload(x), to = empty(rig.device(), DType::kBF16, {kSize}, "to"),
+                 wide = rig.empty_f32({kSize});
+    for (size_t i = 0; i + 1 < cuts.size(); ++i)
+      round_stochastic(rig.stream(), from.slice(0, cuts[i], cuts[i + 1]), to.slice(0, cuts[i], cuts[i + 1]),
+                       key, cuts[i]);
+    cast(rig.stream(), to, wide);
+    return rig.download(wide);
+  };
+  const auto got = same_bits_everywhere([&](Rig& rig) { return rounded(rig, {0, kSize}); });
+  Rig rig;
+  expect_same_bits(rounded(rig, {0, 5, 1000, kSize}), got);
+  double bias = 0, spread = 0;
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (!std::isfinite(x[i])) {
+      EXPECT_EQ(bits_of(got[i]), bits_of(x[i]));
+      continue;
+    }
+    const float down = std::bit_cast<float>(std::bit_cast<uint32_t>(x[i]) & 0xffff0000u);
+    const float up = std::bit_cast<float>((std::bit_cast<uint32_t>(x[i]) & 0xffff0000u) + 0x10000u);
+    ASSERT_TRUE(got[i] == down || got[i] == up) << x[i] << " became " << got[i];
+    ASSERT_TRUE(x[i] != down || got[i] == x[i]) << x[i];
+    const double gap = static_cast<double>(up) - static_cast<double>(down);
+    bias += (static_cast<double>(got[i]) - static_cast<double>(x[i])) / gap;
+    const double share = (static_cast<double>(x[i]) - static_cast<double>(down)) / gap;
+    spread += share * (1 - share);
+  }
+  EXPECT_LT(std::abs(bias), 5 * std::sqrt(spread));
+}
+
 }  // namespace
 }  // namespace polyreme::testing

@@ -112,6 +112,26 @@ void dropout(Element type, const void* x, void* y, int64_t n, const RandomKey& k
   });
 }
 
+void round_stochastic(const float* x, void* y, int64_t n, const RandomKey& key, uint64_t first_element) {
+  for_groups(first_element, n, [=, &key](uint64_t block, int skip, int64_t at, int64_t count) {
+    const Words16 words = random_blocks(key, block);
+    uint32_t word[4][kLanes];
+    for (int j = 0; j < 4; ++j) store_i(word[j], words.word[j]);
+    float rounded[kGroup];
+    for (int64_t i = 0; i < count; ++i) {
+      const auto e = static_cast<uint64_t>(skip + i);
+      uint32_t bits;
+      __builtin_memcpy(&bits, x + at + i, sizeof(bits));
+      // Infinity keeps its bits, and so does NaN; a carry into the exponent is the next number.
+      if ((bits & 0x7fffffff) <= 0x7f800000) bits += word[e % 4][e / 4] & 0xffff;
+      if ((bits & 0x7fffffff) <= 0x7f80ffff) bits &= 0xffff0000;
+      __builtin_memcpy(rounded + i, &bits, sizeof(bits));
+    }
+    bf16* const to = static_cast<bf16*>(y) + at;  // exact from here on
+    for_lanes(count, [&](int64_t i, auto lanes) { store(to + i, load(rounded + i, lanes), lanes); });
+  });
+}
+
 void fill_normal(float* out, int64_t n, const RandomKey& key, uint64_t first_element, float std) {
   for_groups(first_element, n, [=, &key](uint64_t block, int skip, int64_t at, int64_t count) {
     float group[kGroup];

@@ -7,6 +7,9 @@
 //   u = (first word + 1/2) / 2^32 and v = second word / 2^32, elements e % 4 = 0 and 2 are
 //   sqrt(-2 ln u) cos(2 pi v), elements 1 and 3 the same with sin; times std, rounded once to fp32.
 //   4 bytes out.
+// round_stochastic: the low half of word e % 4 is added below the bits that bf16 keeps, which are then cut
+// off. 4 bytes
+//   in, 2 out.
 #pragma once
 
 #include <stdint.h>
@@ -14,11 +17,12 @@
 #include "base/philox.h"
 #include "ops/cpu/kernels/element.h"
 
-#define POLYREME_RANDOM_KERNELS(isa)                                                                \
-  namespace isa {                                                                                   \
-  void dropout(Element type, const void* x, void* y, int64_t n, const RandomKey& key,               \
-               uint64_t first_element, DropoutRule rule);                                           \
-  void fill_normal(float* out, int64_t n, const RandomKey& key, uint64_t first_element, float std); \
+#define POLYREME_RANDOM_KERNELS(isa)                                                                       \
+  namespace isa {                                                                                          \
+  void dropout(Element type, const void* x, void* y, int64_t n, const RandomKey& key,                      \
+               uint64_t first_element, DropoutRule rule);                                                  \
+  void round_stochastic(const float* x, void* y, int64_t n, const RandomKey& key, uint64_t first_element); \
+  void fill_normal(float* out, int64_t n, const RandomKey& key, uint64_t first_element, float std);        \
   }
 
 namespace polyreme::cpu {
