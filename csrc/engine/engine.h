@@ -67,6 +67,9 @@ class Engine {
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
   const ShardMap& map() const { return plan_.map; }
+  // Compares what several ranks hold alike, weights and optimizer state, by fingerprints. Collective. Throws
+  // NumericError on every rank, naming a tensor and the ranks that have it otherwise than most.
+  void check_replicas();
   // What this rank's memory goes to; see memory_terms.
   std::vector<MemoryTerm> memory() const;
   int64_t applied_steps() const { return applied_steps_; }
