@@ -41,12 +41,12 @@ std::string difference(const Copies& copies, const std::vector<int64_t>& values,
 }  // namespace
 
 void Engine::check_replicas() {
-  const std::vector<ParamSpec>& specs = model_.registry.specs();
+  const std::vector<ParamSpec>& specs = part_.registry.specs();
   Copies whole{&dp_, {}, {}}, slices{map().num_shards() == 1 ? &dp_ : groups_.replicas(), {}, {}};
   for (int param = 0; param < map().num_params(); ++param) {
     const int unit = map().unit_of(param);
     if (!plan_.stays_whole[static_cast<size_t>(unit)]) continue;
-    whole.tensors.push_back(params_.weight({param, 0}));
+    whole.tensors.push_back(params_.weights.weight(param));
     whole.names.push_back(concat("weight '", specs[static_cast<size_t>(param)].name, "'"));
   }
   // The first copy of the state has nobody to be compared with, unless shards are held more than once.
@@ -80,7 +80,15 @@ void Engine::check_replicas() {
       found = difference(copies, values, i, dp_ranks);
   }
   // Ranks of other shards may see nothing: all stop together.
-  const std::vector<int64_t> differ = gather_values(dp_, *stream_, {found.empty() ? 0 : 1});
+  std::vector<int64_t> differ = gather_values(dp_, *stream_, {found.empty() ? 0 : 1});
+  if (pipeline_) {
+    const bool any = std::find(differ.begin(), differ.end(), 1) != differ.end();
+    const std::vector<int64_t> stages = gather_values(pipeline_->group(), *stream_, {any ? 1 : 0});
+    const auto stage = std::find(stages.begin(), stages.end(), 1);
+    if (stage != stages.end() && !any)
+      throw NumericError(concat("after step ", applied_steps_, ": ranks of stage ", stage - stages.begin(),
+                                " that should hold equal bits do not; their errors say which"));
+  }
   const auto first = std::find(differ.begin(), differ.end(), 1);
   if (first == differ.end()) return;
   if (found.empty()) found = concat("dp rank ", first - differ.begin(), " and its replicas differ");

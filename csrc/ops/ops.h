@@ -126,8 +126,8 @@ void cross_entropy_backward(Stream& stream, const Tensor& logits, const Tensor& 
                             const Tensor& log_sum_exp, float scale);
 
 // ---- equal bits? ----------------------------------------------------------------------------------
-// out (one int64): a hash of the bytes of `x`, any dtype. Of two tensors of one size that differ in some bits it
-// is the same by chance alone, one in 2^64; not meant against an adversary.
+// out (one int64): a hash of the bytes of `x`, any dtype. Of two tensors of one size that differ in some bits
+// it is the same by chance alone, one in 2^64; not meant against an adversary.
 void fingerprint(Stream& stream, const Tensor& x, const Tensor& out);
 
 // ---- order-free scalars ---------------------------------------------------------------------------
