@@ -6,8 +6,8 @@
 
 #include "base/hash.h"
 #include "base/math.h"
-#include "engine/agreement.h"
 #include "engine/layer_steps.h"
+#include "mesh/agreement.h"
 #include "ops/ops.h"
 #include "ops/update.h"
 #include "pipeline/schedule/text.h"
@@ -140,12 +140,6 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
 }
 
 void Engine::agree_on_settings() {
-  const OptimizerOptions& rule = options_.optimizer;
-  std::string optimizer = concat(rule.rule, " betas=", rule.beta1, ",", rule.beta2, " eps=", rule.eps,
-                                 " momentum=", rule.momentum, " weight_decay=");
-  for (const double decay : rule.weight_decay) optimizer += concat(decay, " ");
-  optimizer += "trainable=";
-  for (const uint8_t trainable : rule.trainable) optimizer += trainable ? "1" : "0";
   const ZeroOptions& zero = options_.zero;
   std::string split;
   for (const int blocks : options_.pipeline.split) split += concat(blocks, " ");
@@ -158,7 +152,7 @@ void Engine::agree_on_settings() {
        // These change the collectives of a step only where rounds or gathers depend on them.
        fact("micro_batch", zero.round_first || zero.stage == 3 ? options_.micro_batch : 0),
        fact("prefetch", zero.prefetch), fact("persist_below", zero.persist_below),
-       fact("optimizer", optimizer),
+       fact("optimizer", describe(options_.optimizer)),
        fact("schedule", options_.pipeline.schedule ? pipeline::to_text(*options_.pipeline.schedule) : "none"),
        fact("split of layers", split)},
       nullptr);
