@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <map>
 
-#include "engine/agreement.h"
 #include "engine/engine.h"
+#include "mesh/agreement.h"
 #include "ops/ops.h"
 
 namespace polyreme {
