@@ -6,8 +6,8 @@
 
 #include "base/hash.h"
 #include "base/math.h"
-#include "engine/agreement.h"
 #include "engine/layer_steps.h"
+#include "mesh/agreement.h"
 #include "ops/ops.h"
 #include "ops/update.h"
 #include "pipeline/schedule/text.h"
@@ -78,7 +78,8 @@ StagePart part_of(const Model& model, const Mesh& mesh, const EngineOptions& opt
   return make_stage_part(model, schedule, mesh.coordinate("pp"), options.pipeline.split);
 }
 
-// By parameter of the part. Chunks are at different lanes at a time, so they share no unit.
+// By parameter of the part: what may share a unit. Chunks are at different lanes at a time, and shared
+// parameters are complete later.
 std::vector<int> chunk_of_params(const StagePart& part) {
   std::vector<int> chunks;
   for (size_t param = 0; param < part.registry.specs().size(); ++param) {
@@ -87,6 +88,10 @@ std::vector<int> chunk_of_params(const StagePart& part) {
     while (part.chunks[static_cast<size_t>(chunk)].end <= layer) ++chunk;
     chunks.push_back(chunk);
   }
+  int alone = static_cast<int>(part.chunks.size());
+  for (const SharedParam& shared : part.shared)
+    if (const int local = part.local[static_cast<size_t>(shared.param)]; local >= 0)
+      chunks[static_cast<size_t>(local)] = alone++;
   return chunks;
 }
 
@@ -128,12 +133,6 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
 }
 
 void Engine::agree_on_settings() {
-  const OptimizerOptions& rule = options_.optimizer;
-  std::string optimizer = concat(rule.rule, " betas=", rule.beta1, ",", rule.beta2, " eps=", rule.eps,
-                                 " momentum=", rule.momentum, " weight_decay=");
-  for (const double decay : rule.weight_decay) optimizer += concat(decay, " ");
-  optimizer += "trainable=";
-  for (const uint8_t trainable : rule.trainable) optimizer += trainable ? "1" : "0";
   const ZeroOptions& zero = options_.zero;
   std::string split;
   for (const int blocks : options_.pipeline.split) split += concat(blocks, " ");
@@ -146,7 +145,7 @@ void Engine::agree_on_settings() {
        // These change the collectives of a step only where rounds or gathers depend on them.
        fact("micro_batch", zero.round_first || zero.stage == 3 ? options_.micro_batch : 0),
        fact("prefetch", zero.prefetch), fact("persist_below", zero.persist_below),
-       fact("optimizer", optimizer),
+       fact("optimizer", describe(options_.optimizer)),
        fact("schedule", options_.pipeline.schedule ? pipeline::to_text(*options_.pipeline.schedule) : "none"),
        fact("split of layers", split)},
       nullptr);
@@ -179,6 +178,7 @@ void Engine::init_weights() {
         fill_normal(*stream_, part, static_cast<float>(init.std), key, first);
     });
   }
+  if (pipeline_) pipeline_->share_weights();
   stream_->synchronize();
 }
 
@@ -306,6 +306,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   if (valid > 0) {
     optimizer_->step(*stream_, params_.weights.own(), params_.grads.own(), {.lr = lr, .scale = clip_scale_});
     params_.weights.gather_updated();
+    if (pipeline_) pipeline_->share_weights();
   }
   if (pipeline_) pipeline_->wait();
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
