@@ -138,6 +138,7 @@ class Checkpointer:
         self._job: SaveJob | None = None
         self._thread: threading.Thread | None = None
         self._unraised: Error | None = None
+        self._last_due: int | None = None
         self._signalled: set[int] = set()
         self._handlers: dict[int, Any] = {}
         if world is not None:
@@ -468,7 +469,10 @@ class Checkpointer:
             own = sum(1 << _SIGNALS.index(signal.Signals(n)) for n in came)
             for text in gather(core, bytes([own]), "checkpoints: signals"):
                 signals |= text[0]
-        if last or signals or (self.every is not None and step % self.every == 0):
+        # A step that was skipped leaves `step` where it was: once is enough.
+        due = self.every is not None and step > 0 and step % self.every == 0 and step != self._last_due
+        if last or signals or due:
+            self._last_due = step
             self.save_async(trainer)
         if last or signals & 1:
             self.wait()
