@@ -126,7 +126,7 @@ class Engine {
   // Forwards without backwards; the first sample has the number first_sample. `most`: samples of a rank, at
   // most.
   void forward_alone(const HostBatch& batch, int64_t first_sample, int64_t most);
-  void forward_pipeline(const HostBatch& batch, int64_t first_sample);
+  void forward_pipeline(const HostBatch& batch, int64_t first_sample, int64_t most);
   std::vector<float> pipeline_logits(const HostBatch& batch, const std::exception_ptr& refusal);
   void sum_along_pp(const Tensor& limbs);
   // Announces `count` micro-batches, forward and, if there is one, backward.
