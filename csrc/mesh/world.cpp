@@ -30,7 +30,8 @@ std::string common_isa(const std::vector<RankRecord>& records) {
   if (records.front().fields.at("isa") != "auto") return records.front().fields.at("isa");
   Isa lowest = isa_from_name(records.front().fields.at("best_isa"));
   for (const RankRecord& record : records)
-    if (record.fields.at("best_isa") == isa_name(Isa::kAvx2)) lowest = Isa::kAvx2;
+    for (const Isa isa : {Isa::kAvx2, Isa::kAvx512})
+      if (record.fields.at("best_isa") == isa_name(isa)) lowest = std::min(lowest, isa);
   return isa_name(lowest);
 }
 

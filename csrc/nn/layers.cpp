@@ -124,7 +124,8 @@ Tensor Linear::backward_input(const Context& context, const Tensor& dy, Saved& s
 void Linear::backward_weight(const Context& context, Saved& saved) const {
   const Tensor& x = saved.tensors[0];
   const Tensor& dy = saved.tensors[1];
-  gemm(context.stream, dy.transpose(0, 1), x, context.params.grad(weight_), /*accumulate=*/true);
+  gemm(context.stream, dy.transpose(0, 1), x, context.params.grad(weight_), /*accumulate=*/true, {},
+       /*k_unit=*/context.batch.seq_len());
   if (bias_) accumulate_rows(context.stream, dy, context.params.grad(bias_use_));
 }
 

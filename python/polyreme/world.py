@@ -112,7 +112,7 @@ def init(
         num_threads: threads of this rank's operations; default POLYREME_NUM_THREADS, or the CPUs
             that Slurm gave each task, or the CPUs of this process divided by the ranks of this host.
             Does not change the bits.
-        isa: "auto", "avx2" or "avx512"; all ranks use the lowest level among them.
+        isa: "auto", "avx2", "avx512" or "amx"; all ranks use the lowest level among them.
         executor: "immediate", or "deferred" to test the ordering of operations (slow).
         transport: "auto": shared memory between the ranks of a host, TCP between hosts; "shm", "tcp" or
             "mpi" (Open MPI, in a job of mpirun): that alone. Default POLYREME_TRANSPORT, or "auto". Does not

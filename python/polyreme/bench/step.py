@@ -81,8 +81,8 @@ def bench_step(
         if name not in CONTENDERS or name == "polyreme":
             raise InvalidArgument(f"--against {name}: expected torch")
     check_int("bench step: threads", threads, 1, MAX_THREADS)
-    if isa not in ("auto", "avx2", "avx512"):
-        raise InvalidArgument(f"bench step: isa={isa!r}; expected auto, avx2 or avx512")
+    if isa not in ("auto", "avx2", "avx512", "amx"):
+        raise InvalidArgument(f"bench step: isa={isa!r}; expected auto, avx2, avx512 or amx")
     if batch < 1 or not 1 <= micro_batch <= batch or steps < 1:
         raise InvalidArgument(
             f"bench step: batch={batch}, micro_batch={micro_batch}, steps={steps};"

@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         each.add_argument(
             "--threads", type=int, default=1, metavar="N", help="of every contender (default 1)"
         )
-        each.add_argument("--isa", default="auto", help="auto, avx2 or avx512 (default auto)")
+        each.add_argument("--isa", default="auto", help="auto, avx2, avx512 or amx (default auto)")
         each.add_argument("--json", action="store_true", help="print the result as JSON")
     gemm.add_argument("--batch", type=int, default=1, metavar="N", help="samples (default 1)")
     gemm.add_argument("--repeats", type=int, default=5, metavar="N", help="runs, in turn (default 5)")

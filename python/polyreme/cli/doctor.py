@@ -37,7 +37,7 @@ def examine() -> dict[str, Any]:
     backends = {
         "cpu": {
             "usable": bool(isas),
-            "text": f"levels {', '.join(isas)}; fp32 bits are equal on both"
+            "text": f"levels {', '.join(isas)}; fp32 bits are equal on all"
             if isas
             else "needs AVX2, FMA and F16C",
         },
