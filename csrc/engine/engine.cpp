@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "base/hash.h"
-#include "ops/ops.h"
+#include "ops/update.h"
 
 namespace polyreme {
 namespace {
@@ -74,7 +74,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
       local_lanes_(checked_lanes(options_, dp_)),
       params_(*stream_, model_.registry, make_map(model_.registry, options_.zero_stage == 0 ? 1 : dp_.size()),
               local_lanes_, dp_),
-      optimizer_(make_optimizer(*stream_, params_.map(), params_.shard(), options_.optimizer)),
+      optimizer_(make_optimizer(*stream_, params_.map(), params_.shard(), &dp_, options_.optimizer)),
       loss_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "loss sum")),
       square_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "squared gradient sum")),
       clip_scale_(empty(device, DType::kF32, {1}, "clip scale")) {
@@ -287,8 +287,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   measure_gradient();
   // Without a valid token there is nothing to learn from, and not even weight decay is applied.
   if (valid > 0) {
-    optimizer_->step(*stream_, params_.own_weights(), params_.own_grads(), clip_scale_, lr,
-                     applied_steps_ + 1);
+    optimizer_->step(*stream_, params_.own_weights(), params_.own_grads(), {.lr = lr, .scale = clip_scale_});
     params_.gather_weights(*stream_);
   }
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
@@ -297,7 +296,10 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
     throw NumericError(
         concat("step ", applied_steps_ + 1, ": loss ", loss, "; ", what_is_not_finite(),
                ". Nothing was updated. Lower the learning rate or set clip_norm, and check the data"));
-  if (valid > 0) ++applied_steps_;
+  if (valid > 0) {
+    ++applied_steps_;
+    optimizer_->applied();
+  }
   return {loss, norm, options_.global_batch * batch.seq_len, valid};
 }
 
@@ -393,10 +395,9 @@ Tensor Engine::unit_buffer(const std::string& kind, int unit) {
     require(params_.has_grads(), "there is no gradient before the first step");
     return params_.gathered(*stream_, params_.own_grads()[static_cast<size_t>(unit)], unit);
   }
-  for (const auto& [name, tensor] : optimizer_->state()) {
-    const int64_t begin = map().shard_offset(unit);
-    const int64_t size = map().unit_elements(unit) / map().num_shards();
-    if (name == kind) return params_.gathered(*stream_, tensor.slice(0, begin, begin + size), unit);
+  for (const auto& [name, slices] : optimizer_->state()) {
+    const Tensor& slice = slices[static_cast<size_t>(unit)];
+    if (name == kind && slice.defined()) return params_.gathered(*stream_, slice, unit);
     known += ", " + name;
   }
   throw InvalidArgument(concat("unknown kind '", kind, "'; expected one of ", known));
