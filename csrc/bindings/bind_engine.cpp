@@ -69,12 +69,26 @@ void bind_model(py::module_& m) {
   py::class_<GptConfig>(m, "GptConfig")
       .def(py::init([](int64_t layers, int64_t hidden, int64_t heads, int64_t vocab, int64_t seq_len,
                        int64_t mlp_hidden, float dropout, bool tied, float layer_norm_eps, double init_std,
-                       bool recompute) {
-             return GptConfig{layers,  hidden, heads,          vocab,    seq_len,  mlp_hidden,
-                              dropout, tied,   layer_norm_eps, init_std, recompute};
+                       bool recompute, const std::string& dtype, const std::string& norm_dtype,
+                       const std::string& logits_dtype) {
+             return GptConfig{.layers = layers,
+                              .hidden = hidden,
+                              .heads = heads,
+                              .vocab = vocab,
+                              .seq_len = seq_len,
+                              .mlp_hidden = mlp_hidden,
+                              .dropout = dropout,
+                              .tied = tied,
+                              .layer_norm_eps = layer_norm_eps,
+                              .init_std = init_std,
+                              .recompute = recompute,
+                              .dtype = dtype_from_name(dtype),
+                              .norm_dtype = dtype_from_name(norm_dtype),
+                              .logits_dtype = dtype_from_name(logits_dtype)};
            }),
            py::kw_only(), "layers"_a, "hidden"_a, "heads"_a, "vocab"_a, "seq_len"_a, "mlp_hidden"_a,
-           "dropout"_a, "tied"_a, "layer_norm_eps"_a, "init_std"_a, "recompute"_a);
+           "dropout"_a, "tied"_a, "layer_norm_eps"_a, "init_std"_a, "recompute"_a, "dtype"_a, "norm_dtype"_a,
+           "logits_dtype"_a);
   m.def(
       "gpt_param_specs", [](const GptConfig& config) { return spec_list(build_gpt(config)); }, "config"_a);
   m.def(

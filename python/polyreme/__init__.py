@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .generation import generate
     from .mesh import Mesh
     from .optim import SGD, AdamW
+    from .precision import LossScale, Precision
     from .progress import Progress
     from .trainer import StepStats, Trainer
     from .world import Lanes, World, init
@@ -41,11 +42,13 @@ __all__ = [
     "Error",
     "InvalidArgument",
     "Lanes",
+    "LossScale",
     "Mesh",
     "NotAvailable",
     "NumericError",
     "OutOfMemory",
     "PeerLost",
+    "Precision",
     "Progress",
     "StepStats",
     "Timeout",
@@ -65,6 +68,7 @@ __all__ = [
 
 _MODULE_OF = {
     **dict.fromkeys(("SGD", "AdamW"), "optim"),
+    **dict.fromkeys(("LossScale", "Precision"), "precision"),
     **dict.fromkeys(("StepStats", "Trainer"), "trainer"),
     **dict.fromkeys(("Lanes", "World", "init"), "world"),
     "Mesh": "mesh",

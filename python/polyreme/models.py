@@ -8,6 +8,7 @@ from typing import Any
 from . import _core
 from .checks import check_int, check_number, check_type
 from .errors import InvalidArgument
+from .precision import Precision
 
 __all__ = ["GPT"]
 
@@ -59,7 +60,7 @@ class GPT:
         store("layer_norm_eps", check_number("GPT: layer_norm_eps", self.layer_norm_eps, above=True))
         store("init_std", check_number("GPT: init_std", self.init_std))
 
-    def _config(self) -> _core.GptConfig:
+    def _config(self, precision: str | Precision = "fp32") -> _core.GptConfig:
         return _core.GptConfig(
             layers=self.layers,
             hidden=self.hidden,
@@ -72,15 +73,18 @@ class GPT:
             layer_norm_eps=self.layer_norm_eps,
             init_std=self.init_std,
             recompute=self.recompute,
+            **Precision.of(precision)._dtypes(),
         )
 
-    def param_specs(self) -> list[dict[str, Any]]:
+    def param_specs(self, precision: str | Precision = "fp32") -> list[dict[str, Any]]:
         """Every parameter in order: name, shape, dtype, tie_group, weight_decay, cuts."""
-        return _core.gpt_param_specs(self._config())
+        return _core.gpt_param_specs(self._config(precision))
 
-    def cost(self, num_samples: int = 1, seq_len: int | None = None) -> dict[str, float]:
+    def cost(
+        self, num_samples: int = 1, seq_len: int | None = None, precision: str | Precision = "fp32"
+    ) -> dict[str, float]:
         """FLOPs and bytes of one micro-batch; a fused multiply-add counts 2."""
-        return _core.gpt_cost(self._config(), num_samples, seq_len or self.seq_len)
+        return _core.gpt_cost(self._config(precision), num_samples, seq_len or self.seq_len)
 
     def flops_per_token(self) -> float:
         """Model FLOPs of training on one token: 3 x forward, recomputation not counted."""

@@ -52,6 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     gemm.add_argument("--batch", type=int, default=1, metavar="N", help="samples (default 1)")
     gemm.add_argument("--repeats", type=int, default=5, metavar="N", help="runs, in turn (default 5)")
     gemm.add_argument("--against", default="", metavar="LIST", help="torch,numpy")
+    gemm.add_argument("--dtype", default="fp32", help="of the operands: fp32, bf16 or fp16 (default fp32)")
     step.add_argument("--batch", type=int, default=2, metavar="N", help="samples of a step (default 2)")
     step.add_argument(
         "--micro-batch", type=int, metavar="N", help="samples of a forward pass (default: batch)"
@@ -108,7 +109,13 @@ def _model(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     against = _names(args.against)
     if args.kind == "gemm":
         result = bench_gemm(
-            model, batch=args.batch, threads=args.threads, isa=args.isa, repeats=args.repeats, against=against
+            model,
+            batch=args.batch,
+            threads=args.threads,
+            isa=args.isa,
+            repeats=args.repeats,
+            against=against,
+            dtype=args.dtype,
         )
         lines = render_gemm(result)
     else:
