@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .progress import Progress
     from .trainer import StepStats, Trainer
     from .world import Lanes, World, init
+    from .zero import Zero
 
 __all__ = [
     "SGD",
@@ -54,6 +55,7 @@ __all__ = [
     "Timeout",
     "Trainer",
     "World",
+    "Zero",
     "__version__",
     "data",
     "errors",
@@ -73,6 +75,7 @@ _MODULE_OF = {
     **dict.fromkeys(("Lanes", "World", "init"), "world"),
     "Mesh": "mesh",
     "Progress": "progress",
+    "Zero": "zero",
     "__version__": "_core",
     "generate": "generation",
     "measure_peak_flops": "gemm_rate",
