@@ -29,7 +29,8 @@ HostBatch host_batch(const IntArray& tokens, const IntArray* targets) {
 
 py::dict stats_dict(const StepStats& stats) {
   return py::dict("loss"_a = stats.loss, "grad_norm"_a = stats.grad_norm, "tokens"_a = stats.tokens,
-                  "valid_tokens"_a = stats.valid_tokens);
+                  "valid_tokens"_a = stats.valid_tokens, "loss_scale"_a = stats.loss_scale,
+                  "skipped"_a = stats.skipped, "not_finite"_a = stats.not_finite);
 }
 
 py::dict cost_dict(const Cost& cost) {
@@ -89,6 +90,14 @@ void bind_model(py::module_& m) {
            py::kw_only(), "layers"_a, "hidden"_a, "heads"_a, "vocab"_a, "seq_len"_a, "mlp_hidden"_a,
            "dropout"_a, "tied"_a, "layer_norm_eps"_a, "init_std"_a, "recompute"_a, "dtype"_a, "norm_dtype"_a,
            "logits_dtype"_a);
+  py::class_<LossScalerOptions>(m, "LossScalerOptions")
+      .def(py::init([](bool dynamic, double initial, double growth, double backoff, int64_t interval,
+                       double minimum, double maximum, int64_t hysteresis) {
+             return LossScalerOptions{dynamic,  initial, growth,  backoff,
+                                      interval, minimum, maximum, hysteresis};
+           }),
+           py::kw_only(), "dynamic"_a, "initial"_a, "growth"_a, "backoff"_a, "interval"_a, "minimum"_a,
+           "maximum"_a, "hysteresis"_a);
   m.def(
       "gpt_param_specs", [](const GptConfig& config) { return spec_list(build_gpt(config)); }, "config"_a);
   m.def(
@@ -107,8 +116,9 @@ void bind_engine(py::module_& m) {
       .def(py::init([](World& world, Mesh& mesh, const GptConfig& config, int64_t global_batch,
                        int64_t micro_batch, int64_t lanes_dp, uint64_t seed, float clip_norm, int zero_stage,
                        int64_t shard_size, int64_t bucket_bytes, bool overlap, bool round_first,
-                       int64_t prefetch, int64_t persist_below, const std::string& rule, double beta1,
-                       double beta2, double eps, double momentum, const std::vector<double>& weight_decay) {
+                       int64_t prefetch, int64_t persist_below, const LossScalerOptions& loss_scale,
+                       int64_t max_skipped, const std::string& rule, double beta1, double beta2, double eps,
+                       double momentum, const std::vector<double>& weight_decay) {
              const EngineOptions options{.global_batch = global_batch,
                                          .micro_batch = micro_batch,
                                          .lanes_dp = lanes_dp,
@@ -121,6 +131,8 @@ void bind_engine(py::module_& m) {
                                                   .round_first = round_first,
                                                   .prefetch = prefetch,
                                                   .persist_below = persist_below},
+                                         .loss_scale = loss_scale,
+                                         .max_skipped = max_skipped,
                                          .optimizer = {.rule = rule,
                                                        .beta1 = beta1,
                                                        .beta2 = beta2,
@@ -133,8 +145,9 @@ void bind_engine(py::module_& m) {
            }),
            "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
            "seed"_a, "clip_norm"_a, "zero_stage"_a, "shard_size"_a, "bucket_bytes"_a, "overlap"_a,
-           "round_first"_a, "prefetch"_a, "persist_below"_a, "rule"_a, "beta1"_a, "beta2"_a, "eps"_a,
-           "momentum"_a, "weight_decay"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+           "round_first"_a, "prefetch"_a, "persist_below"_a, "loss_scale"_a, "max_skipped"_a, "rule"_a,
+           "beta1"_a, "beta2"_a, "eps"_a, "momentum"_a, "weight_decay"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>())
       .def(
           "train_step",
           [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
@@ -204,6 +217,16 @@ void bind_engine(py::module_& m) {
           },
           "name"_a, "values"_a)
       .def_property_readonly("applied_steps", &Engine::applied_steps)
+      .def_property_readonly("skipped_steps", &Engine::skipped_steps)
+      .def_property(
+          "loss_scaler_state",
+          [](Engine& engine) {
+            const LossScalerState& state = engine.loss_scaler().state();
+            return std::tuple(state.scale, state.good_steps, state.hysteresis_left);
+          },
+          [](Engine& engine, const std::tuple<double, int64_t, int64_t>& state) {
+            engine.loss_scaler().load({std::get<0>(state), std::get<1>(state), std::get<2>(state)});
+          })
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
       .def_property_readonly("num_parameters",
                              [](const Engine& engine) { return engine.map().num_parameters(); });

@@ -2,10 +2,21 @@
 #include <algorithm>
 #include <cmath>
 
+#include "engine/agreement.h"
 #include "engine/engine.h"
 #include "ops/update.h"
 
 namespace polyreme {
+namespace {
+
+Tensor wide(Stream& stream, const Tensor& x) {
+  if (x.dtype() == DType::kF32) return x;
+  const Tensor result = empty(stream.device(), DType::kF32, x.shape(), "widened");
+  cast(stream, x, result);
+  return result;
+}
+
+}  // namespace
 
 std::string Engine::first_not_finite(const std::string& kind) {
   std::vector<bool> is_finite(static_cast<size_t>(map().num_params()));
@@ -27,13 +38,23 @@ std::string Engine::what_is_not_finite() {
   const std::string weight = first_not_finite("weight");
   if (!weight.empty()) return concat("the weight '", weight, "' was not finite before the step");
   const std::string grad = first_not_finite("grad");
-  if (!grad.empty()) return concat("the gradient of '", grad, "' is not finite (the first such parameter)");
-  return "every gradient is finite, but the loss of a token is not";
+  if (grad.empty()) return "every gradient is finite, but the loss of a token is not";
+  std::string text = concat("the gradient of '", grad, "' is not finite (the first such parameter)");
+  if (!params_.grads.watches_ranks()) return text;
+  // Which ranks brought it into the sum, by what each has seen of its unit.
+  const Tensor squares = params_.grads.local_squares(map().unit_of(model_.registry.index(grad)));
+  const int64_t is_bad = std::isfinite(read_sum(squares)) ? 0 : 1;
+  const std::vector<int64_t> bad = gather_values(dp_, *stream_, {is_bad});
+  const auto first = std::find(bad.begin(), bad.end(), 1);
+  if (first == bad.end()) return text + "; it is on each rank alone";
+  return text + concat("; dp rank ", first - bad.begin(), " is the first of ",
+                       std::count(bad.begin(), bad.end(), 1), " to have it");
 }
 
 Tensor Engine::unit_buffer(const std::string& kind, int unit) {
-  if (kind == "weight") return params_.weights.whole(unit);
-  std::string known = "weight, grad";
+  if (kind == "weight") return wide(*stream_, params_.weights.whole(unit));
+  if (kind == "master") return params_.weights.whole_masters(unit);
+  std::string known = "weight, master, grad";
   if (kind == "grad") {
     const Tensor& slice = params_.grads.own()[static_cast<size_t>(unit)];
     require(slice.defined(), "there is no gradient before the first step");
@@ -61,7 +82,7 @@ void Engine::write_param(const std::string& name, const std::vector<float>& valu
   const Shape& shape = map().shape_of(param);
   require(static_cast<int64_t>(values.size()) == shape.numel(), "parameter '", name, "' has ",
           shape.to_string(), " = ", shape.numel(), " elements, got ", values.size());
-  params_.weights.for_each_part(param, [&](const Tensor& part, int64_t first) {
+  params_.weights.write(param, [&](const Tensor& part, int64_t first) {
     copy_from_host(*stream_, &values[static_cast<size_t>(first)], part);
   });
   stream_->synchronize();

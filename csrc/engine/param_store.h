@@ -9,9 +9,9 @@ namespace polyreme {
 class ParamStore final : public ParamStorage {
  public:
   ParamStore(Stream& compute, Stream& background, const ParamRegistry& registry, const UnitPlan& plan,
-             const DpGroups& groups, int64_t local_lanes, const ZeroOptions& options)
+             const DpGroups& groups, int64_t local_lanes, const ZeroOptions& options, bool watch_ranks)
       : weights(compute, background, plan, groups, options),
-        grads(compute, background, registry, plan, groups, local_lanes, options) {}
+        grads(compute, background, registry, plan, groups, local_lanes, options, watch_ranks) {}
 
   Tensor weight(const ParamUse& use) const override { return weights.weight(use.param); }
   Tensor grad(const ParamUse& use) const override { return grads.grad(use); }

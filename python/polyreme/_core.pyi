@@ -144,6 +144,20 @@ class GptConfig:
 def gpt_param_specs(config: GptConfig) -> list[dict[str, Any]]: ...
 def gpt_cost(config: GptConfig, num_samples: int, seq_len: int) -> dict[str, float]: ...
 
+class LossScalerOptions:
+    def __init__(
+        self,
+        *,
+        dynamic: bool,
+        initial: float,
+        growth: float,
+        backoff: float,
+        interval: int,
+        minimum: float,
+        maximum: float,
+        hysteresis: int,
+    ) -> None: ...
+
 class Engine:
     def __init__(
         self,
@@ -163,6 +177,8 @@ class Engine:
         round_first: bool,
         prefetch: int,
         persist_below: int,
+        loss_scale: LossScalerOptions,
+        max_skipped: int,
         rule: str,
         beta1: float,
         beta2: float,
@@ -178,6 +194,12 @@ class Engine:
     def write_param(self, name: str, values: _Floats) -> None: ...
     @property
     def applied_steps(self) -> int: ...
+    @property
+    def skipped_steps(self) -> int: ...
+    @property
+    def loss_scaler_state(self) -> tuple[float, int, int]: ...
+    @loss_scaler_state.setter
+    def loss_scaler_state(self, state: tuple[float, int, int]) -> None: ...
     @property
     def lanes_dp(self) -> int: ...
     @property
