@@ -125,4 +125,6 @@ class Precision:
 def _check_name(what: str, value: object, names: tuple[str, ...], otherwise: str = "") -> None:
     if value not in names:
         expected = " or ".join(repr(name) for name in names)
-        raise InvalidArgument(f"{what}={value!r}; expected {expected}{f', or {otherwise}' if otherwise else ''}")
+        raise InvalidArgument(
+            f"{what}={value!r}; expected {expected}{f', or {otherwise}' if otherwise else ''}"
+        )

@@ -17,7 +17,7 @@ from .errors import InvalidArgument, NotAvailable
 from .mesh import Mesh
 from .models import GPT
 from .precision import Precision
-from .verification import StepRecorder
+from .verification import StepRecorder, precision_to_verify
 from .world import Lanes
 from .zero import Zero
 
@@ -115,7 +115,7 @@ class Trainer:
             check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")
         lanes = lanes or Lanes()
         zero = Zero.of(zero)
-        precision = Precision.of(precision)
+        precision = precision_to_verify(Precision.of(precision))
         if on_nonfinite not in ("raise", "skip"):
             on_nonfinite = check_int("on_nonfinite", on_nonfinite, 1, otherwise="'raise' or 'skip'")
         global_batch = check_int("global_batch", global_batch, 1)
