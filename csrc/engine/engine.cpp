@@ -104,6 +104,7 @@ void Engine::init_weights() {
     const RandomKey key{options_.seed, RandomPurpose::kInit, static_cast<uint32_t>(text_hash(specs[i].name)),
                         0};
     params_.weights.write(static_cast<int>(i), [&](const Tensor& part, int64_t first) {
+      if (init.kind == ParamInit::Kind::kZeros) fill(*stream_, part, 0.0f);
       if (init.kind == ParamInit::Kind::kOnes) fill(*stream_, part, 1.0f);
       if (init.kind == ParamInit::Kind::kNormal)
         fill_normal(*stream_, part, static_cast<float>(init.std), key, first);
