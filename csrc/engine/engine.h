@@ -1,7 +1,9 @@
 #pragma once
 
+#include <cstddef>
 #include <exception>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -26,6 +28,16 @@ struct EngineOptions {
   // count.
   int64_t max_skipped = 0;
   OptimizerOptions optimizer;
+};
+
+// Elements [begin, begin + size) of a parameter's weight, or of one kind of its optimizer state, that this
+// rank's shard has.
+struct StatePart {
+  std::string kind;  // "weight", or a name of Optimizer::state
+  int param = 0;
+  int64_t begin = 0;
+  int64_t size = 0;
+  Tensor tensor;  // [size]
 };
 
 struct StepStats {
@@ -74,6 +86,22 @@ class Engine {
   // names and wrong sizes.
   std::vector<float> read_param(const std::string& name, const std::string& kind);
   void write_param(const std::string& name, const std::vector<float>& values);
+
+  // All that this rank must save, and all that it needs back to go on: by kind, then in order of the shard.
+  // The same list at every call, for the shards cover every parameter.
+  std::vector<StatePart> state_parts() const;
+  // Elements [begin, end) of a parameter, inside of state_parts()[part].
+  struct StateRange {
+    int64_t part, begin, end;
+  };
+  // Copies ranges to host memory, one after the other, and waits. Throws InvalidArgument for ranges outside
+  // their part, or another size of memory.
+  void read_state(std::span<const StateRange> ranges, std::span<std::byte> to);
+  // The inverse; weights reach the ranks that hold them whole. Collective.
+  void write_state(std::span<const StateRange> ranges, std::span<const std::byte> from);
+  // The counts behind the state. Throws InvalidArgument for negative ones, or not one for each parameter.
+  const std::vector<int64_t>& updates() const { return optimizer_->updates(); }
+  void set_progress(int64_t applied_steps, std::vector<int64_t> updates);
 
  private:
   void agree_on_settings();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -11,6 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _core, optim
+from .checkpoint import Checkpointer, Restored
+from .checkpoint.training import TrainerState
 from .checks import MAX_SEED, check_int, check_number, check_type
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
@@ -152,6 +155,7 @@ class Trainer:
             **optimizer._constants(),
         )
         self.lanes = replace(lanes, dp=self._engine.lanes_dp)
+        self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints
         self._recorder = StepRecorder.from_environment(mesh.world.rank)
 
     # ---- steps ----
@@ -201,6 +205,7 @@ class Trainer:
         validation: TokenDataset | None = None,
         validate_every: int = 0,
         validation_samples: int | None = None,
+        checkpoints: Checkpointer | None = None,
     ) -> Iterator[StepStats]:
         """Trains until `steps` updates are made in all, yielding the stats of each.
 
@@ -210,6 +215,8 @@ class Trainer:
         Args:
             validation: evaluated every `validate_every` steps (0: never between) and after the last one.
             validation_samples: samples of one evaluation; default: all.
+            checkpoints: saves as it says, and after the last step. The place in the order of samples is part of
+                the checkpoint: it is the number of updates.
 
         Raises:
             InvalidArgument: data that does not fit the model, or has fewer samples than global_batch.
@@ -228,7 +235,10 @@ class Trainer:
                 f"fit: '{data.path}' has {data.num_samples} samples, fewer than global_batch={self.global_batch}:"
                 " samples would repeat inside a batch; use more text, a shorter seq_len or a smaller global_batch"
             )
-        return self._fit(data, steps, validation, validate_every, validation_samples)
+        if checkpoints is not None:
+            check_type("fit: checkpoints", checkpoints, Checkpointer, "a polyreme.Checkpointer, or None")
+        self._check_data_facts(data)
+        return self._fit(data, steps, validation, validate_every, validation_samples, checkpoints)
 
     def _fit(
         self,
@@ -237,6 +247,7 @@ class Trainer:
         validation: TokenDataset | None,
         validate_every: int,
         validation_samples: int | None,
+        checkpoints: Checkpointer | None,
     ) -> Iterator[StepStats]:
         order = _core.SampleOrder(data.num_samples, self.seed, True)
         while self.applied_steps < steps:
@@ -251,7 +262,43 @@ class Trainer:
                 stats = replace(
                     stats, validation_loss=self.evaluate(validation, num_samples=validation_samples)
                 )
+            if checkpoints is not None:
+                checkpoints._after_step(self, stats.step, last=stats.step == steps)
             yield stats
+
+    def resume(
+        self, checkpoints: Checkpointer, *, step: int | None = None, must_exist: bool = False
+    ) -> Restored | None:
+        """Goes on from a checkpoint, whatever layout has made it; None if there is none. Collective.
+
+        With the same lanes the run continues bit for bit as if it had never stopped: weights, optimizer,
+        learning rate, order of samples.
+
+        Args:
+            step: which; default: the newest that is complete and undamaged.
+            must_exist: having none is an error, instead of a warning and a fresh start.
+
+        Raises:
+            CheckpointError: it does not fit; names all that differs. Nothing has changed.
+        """
+        check_type("resume: checkpoints", checkpoints, Checkpointer, "a polyreme.Checkpointer")
+        if must_exist or step is not None:
+            return checkpoints.load(self, step=step)
+        return checkpoints._load(self, None, True, False)
+
+    def _checkpoint_state(self) -> TrainerState:
+        return TrainerState(self)
+
+    def _check_data_facts(self, data: TokenDataset) -> None:
+        facts = {"num_samples": data.num_samples, "seq_len": data.seq_len}
+        if self._data_facts not in (None, facts) and self.mesh.world.rank == 0:
+            logging.getLogger("polyreme").warning(
+                "fit: '%s' has %s; before this run had trained on %s: the order of samples is another one",
+                data.path,
+                facts,
+                self._data_facts,
+            )
+        self._data_facts = facts
 
     def evaluate(self, data: TokenDataset, *, num_samples: int | None = None) -> float:
         """Mean loss over the first `num_samples` samples (default: all), without dropout."""

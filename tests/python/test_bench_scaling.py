@@ -258,7 +258,7 @@ def test_under_open_mpi():
         (["--sizes", "two"], 2, ["--sizes two", "1,2"]),
         (["--kinds", "weak,big"], 2, ["--kinds weak,big", "weak, strong"]),
         (["--kinds", "weak,weak"], 2, ["--kinds weak,weak", "different"]),
-        (["--zero", "7"], 1, ["zero=7"]),
+        (["--zero", "7"], 2, ["zero=7"]),
         (["--precision", "fp64"], None, ["fp64"]),
         (["--sums", "fast"], 1, ["--sums fast", "--sums ordered"]),
         (["--sums", "quick"], 2, ["--sums quick", "ordered, fast"]),

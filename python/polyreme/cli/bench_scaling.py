@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import UsageError
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace, model: GPT) -> int:
         steps=args.steps,
         warmup=args.warmup,
     )
-    check_available(options)
+    check_available(options.zeros, options.precisions, options.isa)
     alone = read_rank_environment().size == 1
     if alone and not options.sizes:
         options = options.with_sizes(default_sizes(max(1, len(usable_cpus()[0]) // options.threads)))
@@ -85,15 +86,15 @@ def run(args: argparse.Namespace, model: GPT) -> int:
     return 0
 
 
-def check_available(options: ScalingOptions) -> None:
+def check_available(zeros: Sequence[int], precisions: Sequence[str], isa: str) -> None:
     """Lets a trainer of a tiny model refuse what this version does not have, before anything is measured."""
     import polyreme as pr
     from polyreme.environment import RankEnvironment
 
-    world = pr.init(environment=RankEnvironment(), num_threads=1, isa=options.isa)
+    world = pr.init(environment=RankEnvironment(), num_threads=1, isa=isa)
     tiny = pr.models.GPT(layers=1, hidden=8, heads=1, vocab=8, seq_len=8)
-    for zero in options.zeros:
-        for precision in options.precisions:
+    for zero in zeros:
+        for precision in precisions:
             pr.Trainer(
                 tiny, pr.Mesh(world), optimizer=pr.AdamW(), global_batch=1, zero=zero, precision=precision
             )
