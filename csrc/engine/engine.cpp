@@ -231,7 +231,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   const WaitAtExit wait(*stream_), wait_background(background());
   const DeviceBatch on_device = upload(*stream_, batch);
   zero_limbs(*stream_, loss_sum_);
-  const double loss_scale = scaler_.scale();
+  const double loss_scale = grad_scale_ = scaler_.scale();
   run_lanes(on_device, valid == 0 ? 0.0f : static_cast<float>(loss_scale / static_cast<double>(valid)));
   dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   measure_gradient();

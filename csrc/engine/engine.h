@@ -101,7 +101,7 @@ class Engine {
   void write_state(std::span<const StateRange> ranges, std::span<const std::byte> from);
   // The counts behind the state. Throws InvalidArgument for negative ones, or not one for each parameter.
   const std::vector<int64_t>& updates() const { return optimizer_->updates(); }
-  void set_progress(int64_t applied_steps, std::vector<int64_t> updates);
+  void set_progress(int64_t applied_steps, int64_t skipped_steps, std::vector<int64_t> updates);
 
  private:
   void agree_on_settings();
@@ -141,6 +141,7 @@ class Engine {
   Tensor loss_sum_, square_sum_;  // exact accumulators
   Tensor clip_scale_;             // fp32 [1]
   LossScaler scaler_;
+  double grad_scale_ = 1;  // of the gradient that the last step has left
   int64_t applied_steps_ = 0, skipped_steps_ = 0, skipped_in_a_row_ = 0;
 };
 

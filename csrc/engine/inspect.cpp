@@ -74,6 +74,8 @@ std::vector<float> Engine::read_param(const std::string& name, const std::string
   std::vector<float> values(static_cast<size_t>(part.numel()));
   copy_to_host(*stream_, part, values.data());
   stream_->synchronize();
+  if (kind == "grad" && grad_scale_ != 1)
+    for (float& value : values) value = static_cast<float>(value / grad_scale_);
   return values;
 }
 

@@ -60,10 +60,12 @@ void Engine::write_state(std::span<const StateRange> ranges, std::span<const std
   background().synchronize();
 }
 
-void Engine::set_progress(int64_t applied_steps, std::vector<int64_t> updates) {
-  require(applied_steps >= 0, "set_progress: applied_steps is ", applied_steps, "; expected at least 0");
+void Engine::set_progress(int64_t applied_steps, int64_t skipped_steps, std::vector<int64_t> updates) {
+  require(applied_steps >= 0 && skipped_steps >= 0, "set_progress: applied_steps is ", applied_steps,
+          ", skipped_steps ", skipped_steps, "; expected at least 0");
   optimizer_->set_updates(std::move(updates));
   applied_steps_ = applied_steps;
+  skipped_steps_ = skipped_steps;
 }
 
 }  // namespace polyreme

@@ -142,7 +142,7 @@ def test_configurations_are_frozen_and_have_keywords_only():
     [
         ({"zero": 4}, pr.InvalidArgument, ["zero=4", "from 0 to 3"]),
         ({"zero": "3"}, pr.InvalidArgument, ["zero='3'", "str", "polyreme.Zero"]),
-        ({"precision": "bf16"}, pr.NotAvailable, ["precision='bf16'", "'fp32'"]),
+        ({"precision": "fp8"}, pr.InvalidArgument, ["precision='fp8'", "'bf16'"]),
         ({"global_batch": 0}, pr.InvalidArgument, ["global_batch=0", "at least 1"]),
         ({"global_batch": 8.0}, pr.InvalidArgument, ["global_batch=8.0", "integer"]),
         ({"micro_batch": 0}, pr.InvalidArgument, ["micro_batch=0", "at least 1"]),

@@ -8,7 +8,18 @@ import json
 import numpy as np
 import polyreme as pr
 import pytest
-from helpers import TINY, alone, batches, fingerprint, local_part, make_trainer, polyreme, refused, train
+from helpers import (
+    TINY,
+    alone,
+    batches,
+    fingerprint,
+    local_part,
+    make_trainer,
+    polyreme,
+    python_corpus,
+    refused,
+    train,
+)
 from polyreme.testing import run_ranks
 
 MODEL = pr.models.GPT(**TINY, dropout=0.1)
@@ -236,6 +247,34 @@ def test_o_mp_04_growth_after_an_interval():
             trainer.step(used, targets)
             seen.append(trainer.loss_scale)
     assert seen == [4, 4, 2, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("first, second", [((1, 0), (2, 3)), ((2, 1), (1, 0)), ((2, 3), (2, 1))])
+def test_o_mp_02_masters_and_scale_survive_a_restart(tmp_path, first, second):
+    """Stopped after five of ten steps and resumed on another layout: the bits and scales of the whole run."""
+    scale = pr.LossScale(initial=1024.0, interval=8)
+    corpus = pr.data.TokenDataset(str(python_corpus(tmp_path)), seq_len=TINY["seq_len"])
+    model = pr.models.GPT(**{**TINY, "vocab": corpus.vocab_size})
+
+    def body(world, stage, steps, folder):
+        precision = pr.Precision(dtype="fp16", loss_scale=scale)
+        trainer = make_trainer(world, model, precision=precision, zero=stage, lanes=pr.Lanes(dp=2))
+        with pr.Checkpointer(str(folder)) as checkpoints:
+            trainer.resume(checkpoints)
+            resumed = trainer._engine.loss_scaler_state
+            stats = list(trainer.fit(corpus, steps=steps, checkpoints=checkpoints))
+        masters = [trainer.master_parameter(name).tobytes() for name in trainer.parameter_names()]
+        return resumed[:2], [(s.loss, s.loss_scale) for s in stats], fingerprint(trainer), masters
+
+    def run(layout, steps, folder):
+        return run_ranks(layout[0], lambda world: body(world, layout[1], steps, folder))[0]
+
+    whole = run((1, 0), 10, tmp_path / "whole")
+    head = run(first, 5, tmp_path / "stopped")
+    tail = run(second, 10, tmp_path / "stopped")
+    assert tail[0] == (1024, 5)
+    assert [scale for _, scale in tail[1]] == [1024, 1024, 1024, 2048, 2048]
+    assert (head[1] + tail[1], tail[2:]) == (whole[1], whole[2:])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

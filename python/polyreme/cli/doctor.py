@@ -77,6 +77,12 @@ PROMISE = [
         "seen": "tests/python/test_same_bits.py, for dp 1, 2, 4, 8, micro-batches of 1, 3 and 8 samples,"
         " 1 to 3 threads",
     },
+    {
+        "backend": "CPU, bf16 and fp16",
+        "equal": "the same within one level, for ZeRO stages 0 to 3; AVX2 and AVX-512 are equal, amx is a level of its"
+        " own for products of bf16",
+        "seen": "tests/python/test_precision.py, for dp 1, 2, 4",
+    },
     {"backend": "CUDA", "equal": "nothing yet: no training on GPUs", "seen": "-"},
 ]
 
