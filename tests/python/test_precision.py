@@ -127,11 +127,11 @@ def _rounded(values, dtype):
 
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_losses_follow_fp32(name):
-    with alone() as world:
-        losses = []
-        for precision in ("fp32", PRECISIONS[name]):
-            trainer = make_trainer(world, pr.models.GPT(**TINY), precision=precision)
-            losses.append([trainer.step(*DATA[i % 3]).loss for i in range(12)])
+    world = alone()
+    losses = []
+    for precision in ("fp32", PRECISIONS[name]):
+        trainer = make_trainer(world, pr.models.GPT(**TINY), precision=precision)
+        losses.append([trainer.step(*DATA[i % 3]).loss for i in range(12)])
     # Losses are means over 190 tokens of numbers near 4, each off by a few roundings of 2^-8 at most.
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
     assert losses[1] != losses[0]
@@ -237,15 +237,15 @@ def test_o_op_02_o_mp_03_a_skipped_step_counts_nowhere(dp, stage):
 
 
 def test_o_mp_04_growth_after_an_interval():
-    with alone() as world:
-        scale = pr.LossScale(initial=4.0, interval=3)
-        trainer = make_trainer(world, precision=pr.Precision(dtype="fp16", loss_scale=scale))
-        tokens, targets = (clean(array) for array in DATA[0])
-        seen = []
-        for call in range(7):
-            used = poisoned(world, trainer, tokens) if call == 2 else tokens
-            trainer.step(used, targets)
-            seen.append(trainer.loss_scale)
+    world = alone()
+    scale = pr.LossScale(initial=4.0, interval=3)
+    trainer = make_trainer(world, precision=pr.Precision(dtype="fp16", loss_scale=scale))
+    tokens, targets = (clean(array) for array in DATA[0])
+    seen = []
+    for call in range(7):
+        used = poisoned(world, trainer, tokens) if call == 2 else tokens
+        trainer.step(used, targets)
+        seen.append(trainer.loss_scale)
     assert seen == [4, 4, 2, 2, 2, 4, 4]
 
 
@@ -308,14 +308,12 @@ def test_policies_name_the_culprit(precision, policy):
 def test_a_fixed_scale_stays_and_changes_no_bit_of_bf16():
     """bf16 has the exponents of fp32: a power of two scales gradients exactly, and the norm is without it."""
     runs = []
-    with alone() as world:
-        for scale in (None, 4096):
-            trainer = make_trainer(
-                world, precision=pr.Precision(dtype="bf16", loss_scale=scale), clip_norm=0.5
-            )
-            stats = [trainer.step(*data) for data in DATA]
-            assert {each.loss_scale for each in stats} == {float(scale or 1)}
-            runs.append(([(each.loss, each.grad_norm) for each in stats], fingerprint(trainer)))
+    world = alone()
+    for scale in (None, 4096):
+        trainer = make_trainer(world, precision=pr.Precision(dtype="bf16", loss_scale=scale), clip_norm=0.5)
+        stats = [trainer.step(*data) for data in DATA]
+        assert {each.loss_scale for each in stats} == {float(scale or 1)}
+        runs.append(([(each.loss, each.grad_norm) for each in stats], fingerprint(trainer)))
     assert runs[0] == runs[1]
 
 
