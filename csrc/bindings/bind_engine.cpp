@@ -227,6 +227,13 @@ void bind_engine(py::module_& m) {
             engine.write_param(name, std::vector<float>(values.data(), values.data() + values.size()));
           },
           "name"_a, "values"_a)
+      .def("memory",
+           [](const Engine& engine) {
+             py::list terms;
+             for (const MemoryTerm& term : engine.memory())
+               terms.append(py::make_tuple(term.name, term.bytes, term.stays));
+             return terms;
+           })
       .def("state_parts",
            [](const Engine& engine) {
              const std::vector<ParamSpec>& specs = engine.model().registry.specs();

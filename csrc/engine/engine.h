@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "engine/batch.h"
+#include "engine/memory_terms.h"
 #include "engine/param_store.h"
 #include "mesh/mesh.h"
 #include "optim/loss_scaler.h"
@@ -75,6 +76,8 @@ class Engine {
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
   const ShardMap& map() const { return plan_.map; }
+  // What this rank's memory goes to; see memory_terms.
+  std::vector<MemoryTerm> memory() const;
   int64_t applied_steps() const { return applied_steps_; }
   int64_t skipped_steps() const { return skipped_steps_; }
   LossScaler& loss_scaler() { return scaler_; }

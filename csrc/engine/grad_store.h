@@ -21,6 +21,9 @@ namespace polyreme {
 // local gradient is held until the last lane ends.
 class GradStore {
  public:
+  // From stage 2 on, buffers that may wait for their reduction when backward begins another.
+  static constexpr size_t kMaxInFlight = 1;
+
   // All arguments but `options` must outlive this object. watch_ranks: keeps what local_squares tells, which
   // costs a pass over the rank's gradient.
   GradStore(Stream& compute, Stream& background, const ParamRegistry& registry, const UnitPlan& plan,

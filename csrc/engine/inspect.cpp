@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/math.h"
 #include "engine/agreement.h"
 #include "engine/engine.h"
 #include "ops/update.h"
@@ -46,7 +47,7 @@ std::string Engine::what_is_not_finite() {
   const int64_t is_bad = std::isfinite(read_sum(squares)) ? 0 : 1;
   const std::vector<int64_t> bad = gather_values(dp_, *stream_, {is_bad});
   const auto first = std::find(bad.begin(), bad.end(), 1);
-  if (first == bad.end()) return text + "; it is on each rank alone";
+  if (first == bad.end()) return text + "; no rank alone has it, their sum is too large";
   return text + concat("; dp rank ", first - bad.begin(), " is the first of ",
                        std::count(bad.begin(), bad.end(), 1), " to have it");
 }
@@ -66,6 +67,15 @@ Tensor Engine::unit_buffer(const std::string& kind, int unit) {
     known += ", " + name;
   }
   throw InvalidArgument(concat("unknown kind '", kind, "'; expected one of ", known));
+}
+
+std::vector<MemoryTerm> Engine::memory() const {
+  const int64_t lane_samples = options_.global_batch / options_.lanes_dp;
+  return memory_terms(
+      plan_, model_.registry, optimizer_->state(),
+      {.zero = options_.zero,
+       .local_lanes = options_.lanes_dp / dp_.size(),
+       .micro_batches = options_.zero.round_first ? 1 : ceil_div(lane_samples, options_.micro_batch)});
 }
 
 std::vector<float> Engine::read_param(const std::string& name, const std::string& kind) {

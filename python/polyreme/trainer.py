@@ -374,6 +374,20 @@ class Trainer:
         """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective unless zero=0."""
         return self._engine.read_param(name, kind)
 
+    def memory(self, *, step: bool = False) -> dict[str, int]:
+        """Bytes of this rank by what they are for, computed from how parameters are divided; not collective.
+
+        Without `step`, what stays between steps: weights, gradients, tied gradients (of a tied parameter's
+        further uses), lane buffers (partial sums of a rank that has several lanes), moments. With it, also the
+        most that a step adds at once: gather window (zero=3), buckets (zero=2 and 3, gradients that are not
+        reduced yet). Activations and the communicators' staging are not among them.
+
+        Example:
+            >>> sum(trainer.memory().values()) / trainer.num_parameters  # doctest: +SKIP
+            16.1
+        """
+        return {name: size for name, size, stays in self._engine.memory() if stays or step}
+
     def parameter_names(self) -> list[str]:
         """The names of all parameters, in order."""
         return [spec["name"] for spec in self.model.param_specs()]

@@ -70,7 +70,7 @@ def bench_step(options: StepOptions) -> dict[str, Any]:
         Error: the losses of the first step differ, so it is not the same mathematics; or a contender has ended.
     """
     names = ("polyreme", *options.against)
-    runs: dict[str, dict[str, Any]] = {name: {"seconds": [], "loss": []} for name in names}
+    runs: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_seconds": [], "loss": []} for name in names}
     with ExitStack() as stack:
         weights = stack.enter_context(tempfile.TemporaryDirectory(prefix="polyreme-bench-"))
         settings = {
@@ -88,7 +88,8 @@ def bench_step(options: StepOptions) -> dict[str, Any]:
                 run = runs[contender.name]
                 run["loss"].append(statistics.fmean(answer["loss"] for answer in answers))
                 if index > 0:
-                    run["seconds"].append(max(answer["seconds"] for answer in answers))
+                    for name in ("seconds", "cpu_seconds"):
+                        run[name].append(max(answer[name] for answer in answers))
             if index == 0:
                 _check_losses(runs, options.precision)
         for contender in contenders:
@@ -152,14 +153,16 @@ def render_step(result: dict[str, Any]) -> list[str]:
         f"GPT {model['layers']} x {model['hidden']}, vocab {model['vocab']}, seq {model['seq_len']}, {result['precision']}:"
         f" {result['ranks']} rank(s) of {result['threads']} thread(s), each with {result['batch']} samples in micro-batches"
         f" of {result['micro_batch']}, zero={result['zero']}",
-        f"sgemm on its shapes, one rank, in GFLOP/s: {sgemm}; peak RSS is that of the largest rank",
-        f"{'':13} {'tokens/s':>9} {'GFLOP/s':>8} {'of sgemm':>8} {'s/step':>7} {'min':>7} {'max':>7} {'peak RSS':>9} {'loss':>9}",
+        f"sgemm on its shapes, one rank, in GFLOP/s: {sgemm}; CPU: processor time of the busiest"
+        f" rank over time, {100 * result['threads']}% on a quiet machine; peak RSS: the largest rank's",
+        f"{'':13} {'tokens/s':>9} {'GFLOP/s':>8} {'of sgemm':>8} {'s/step':>7} {'min':>7} {'max':>7} {'CPU':>6} {'peak RSS':>9} {'loss':>9}",
     ]
     for name, run in result["runs"].items():
         times = run["seconds"]
         lines.append(
             f"{name:13} {run['tokens_per_s']:9.1f} {run['gflops']:8.1f} {100 * run['share_of_sgemm']:7.1f}%"
             f" {statistics.median(times):7.3f} {min(times):7.3f} {max(times):7.3f}"
+            f" {100 * statistics.median(run['cpu_seconds']) / statistics.median(times):5.0f}%"
             f" {run['peak_rss_bytes'] / 2**30:5.2f} GiB {run['loss'][-1]:9.5f}"
         )
     for name, ratio in result["speed_ratio"].items():

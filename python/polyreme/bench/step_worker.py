@@ -1,7 +1,8 @@
 """One rank of a contender of `bench step`, in a process of its own so that its peak memory is its own.
 
 Reads one JSON command a line from standard input, writes one JSON answer a line to standard output:
-{"do": "step"} -> {"seconds", "loss"}, of its own samples or of all; {"do": "finish"} -> {"peak_rss_bytes", ...}.
+{"do": "step"} -> {"seconds", "cpu_seconds", "loss"}, of its own samples or of all; {"do": "finish"} ->
+{"peak_rss_bytes", ...}.
 """
 
 from __future__ import annotations
@@ -113,9 +114,10 @@ def main() -> None:
             print(json.dumps({"peak_rss_bytes": peak, **finish()}), file=answers)
             return
         tokens, targets = batch(settings, index)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         loss = step(tokens, targets)
-        print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss}), file=answers)
+        taken = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu_start}
+        print(json.dumps({**taken, "loss": loss}), file=answers)
 
 
 if __name__ == "__main__":
