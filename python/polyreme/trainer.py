@@ -377,7 +377,7 @@ class Trainer:
     def memory(self, *, step: bool = False) -> dict[str, int]:
         """Bytes of this rank by what they are for, computed from how parameters are divided; not collective.
 
-        Without `step`, what stays between steps: weights, gradients, tied gradients (of a tied parameter's
+        Without `step`, what stays between steps: weights, masters (fp32, of 16-bit weights), gradients, tied gradients (of a tied parameter's
         further uses), lane buffers (partial sums of a rank that has several lanes), moments. With it, also the
         most that a step adds at once: gather window (zero=3), buckets (zero=2 and 3, gradients that are not
         reduced yet). Activations and the communicators' staging are not among them.
