@@ -60,7 +60,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
                       : nullptr),
       groups_(dp_, options_.zero.stage == 0 ? 1 : options_.zero.shard_size),
       plan_(make_unit_plan(model_.registry, model_.layers.size(), options_.zero, groups_.num_shards(),
-                           state_groups(model_.registry.specs(), options_.optimizer))),
+                           options_.optimizer)),
       params_(*stream_, background(), model_.registry, plan_, groups_, options_.lanes_dp / dp_.size(),
               options_.zero, options_.loss_scale.dynamic || options_.max_skipped != 0),
       optimizer_(make_optimizer(*stream_, plan_.map, groups_.shard_rank(),
@@ -78,6 +78,8 @@ void Engine::agree_on_settings() {
   std::string optimizer = concat(rule.rule, " betas=", rule.beta1, ",", rule.beta2, " eps=", rule.eps,
                                  " momentum=", rule.momentum, " weight_decay=");
   for (const double decay : rule.weight_decay) optimizer += concat(decay, " ");
+  optimizer += "trainable=";
+  for (const uint8_t trainable : rule.trainable) optimizer += trainable ? "1" : "0";
   const ZeroOptions& zero = options_.zero;
   const LossScalerOptions& scale = options_.loss_scale;
   agree(
@@ -131,7 +133,8 @@ void Engine::plan_visits(int64_t count, size_t num_layers, bool with_backward) {
   std::vector<size_t> visits;
   for (int64_t i = 0; i < count; ++i) {
     for (size_t layer = 0; layer < num_layers; ++layer) visits.push_back(layer);
-    for (size_t layer = num_layers; with_backward && layer-- > 0;) visits.push_back(layer);
+    for (size_t layer = num_layers; with_backward && layer-- > plan_.first_trainable_layer;)
+      visits.push_back(layer);
   }
   params_.weights.plan_visits(std::move(visits));
 }
@@ -144,7 +147,8 @@ void Engine::run_micro_batch(const DeviceBatch& batch, int64_t begin, int64_t en
   std::vector<Saved> saved(layers.end);
   const Tensor loss = run_forward(model_, layers, context, params_.weights, {}, &saved);
   exact_sum(*stream_, loss, loss_sum_);
-  run_backward(model_, layers, context, params_, {}, saved, completes_lane);
+  run_backward(model_, {plan_.first_trainable_layer, layers.end}, context, params_, {}, saved,
+               completes_lane);
 }
 
 void Engine::run_lanes(const DeviceBatch& batch, float loss_scale) {
@@ -174,7 +178,8 @@ void Engine::measure_gradient() {
   // such a loss with finite gradients): its counts of NaN and inf go into the norm.
   const auto counts = [](const Tensor& limbs) { return limbs.slice(0, ExactSum::kDigits, ExactSum::kLimbs); };
   copy(*stream_, counts(loss_sum_), counts(square_sum_));
-  for (const Tensor& grads : params_.grads.own()) exact_sum_squares(*stream_, grads, square_sum_);
+  for (const Tensor& grads : params_.grads.own())
+    if (grads.defined()) exact_sum_squares(*stream_, grads, square_sum_);
   if (groups_.num_shards() > 1)
     groups_.shard().all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   clip_scale(*stream_, square_sum_, options_.clip_norm, clip_scale_, 1.0 / scaler_.scale());

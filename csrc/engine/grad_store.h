@@ -40,7 +40,11 @@ class GradStore {
   void finish();
 
   Tensor grad(const ParamUse& use) const;
-  // This rank's slices of the gradient, by unit: summed over all lanes, after finish. Undefined before.
+  bool is_trainable(int param) const {
+    return !plan_.is_frozen[static_cast<size_t>(plan_.map.unit_of(param))];
+  }
+  // This rank's slices of the gradient, by unit: summed over all lanes, after finish. Undefined before, and
+  // of frozen units.
   const std::vector<Tensor>& own() const { return own_; }
   bool watches_ranks() const { return !local_squares_.empty(); }
   // An exact sum of the squares of the unit's gradient as this rank alone had it, before the ranks were

@@ -22,6 +22,10 @@ Tensor wide(Stream& stream, const Tensor& x) {
 std::string Engine::first_not_finite(const std::string& kind) {
   std::vector<bool> is_finite(static_cast<size_t>(map().num_params()));
   for (int unit = 0; unit < map().num_units(); ++unit) {
+    if (kind == "grad" && plan_.is_frozen[static_cast<size_t>(unit)]) {
+      for (const int param : map().params_of(unit)) is_finite[static_cast<size_t>(param)] = true;
+      continue;
+    }
     const Tensor buffer = unit_buffer(kind, unit);
     for (const int param : map().params_of(unit)) {
       zero_limbs(*stream_, square_sum_);
@@ -57,13 +61,15 @@ Tensor Engine::unit_buffer(const std::string& kind, int unit) {
   if (kind == "master") return params_.weights.whole_masters(unit);
   std::string known = "weight, master, grad";
   if (kind == "grad") {
+    require(!plan_.is_frozen[static_cast<size_t>(unit)], "the parameter is frozen: it has no gradient");
     const Tensor& slice = params_.grads.own()[static_cast<size_t>(unit)];
     require(slice.defined(), "there is no gradient before the first step");
     return params_.weights.gathered(slice, unit);
   }
   for (const auto& [name, slices] : optimizer_->state()) {
     const Tensor& slice = slices[static_cast<size_t>(unit)];
-    if (name == kind && slice.defined()) return params_.weights.gathered(slice, unit);
+    require(name != kind || slice.defined(), "the parameter has no '", kind, "'");
+    if (name == kind) return params_.weights.gathered(slice, unit);
     known += ", " + name;
   }
   throw InvalidArgument(concat("unknown kind '", kind, "'; expected one of ", known));

@@ -15,6 +15,7 @@ class ParamStore final : public ParamStorage {
 
   Tensor weight(const ParamUse& use) const override { return weights.weight(use.param); }
   Tensor grad(const ParamUse& use) const override { return grads.grad(use); }
+  bool is_trainable(const ParamUse& use) const override { return grads.is_trainable(use.param); }
 
   WeightStore weights;
   GradStore grads;

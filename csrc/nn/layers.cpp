@@ -56,6 +56,7 @@ Tensor Embedding::backward_input(const Context&, const Tensor& dy, Saved& saved)
 }
 
 void Embedding::backward_weight(const Context& context, Saved& saved) const {
+  if (!context.params.is_trainable(tokens_) && !context.params.is_trainable(positions_)) return;
   const MicroBatch& batch = context.batch;
   embedding_backward(context.stream, batch.tokens,
                      saved.tensors[0].view({batch.num_samples(), batch.seq_len(), features_}),
@@ -124,9 +125,11 @@ Tensor Linear::backward_input(const Context& context, const Tensor& dy, Saved& s
 void Linear::backward_weight(const Context& context, Saved& saved) const {
   const Tensor& x = saved.tensors[0];
   const Tensor& dy = saved.tensors[1];
-  gemm(context.stream, dy.transpose(0, 1), x, context.params.grad(weight_), /*accumulate=*/true, {},
-       /*k_unit=*/context.batch.seq_len());
-  if (bias_) accumulate_rows(context.stream, dy, context.params.grad(bias_use_));
+  if (context.params.is_trainable(weight_))
+    gemm(context.stream, dy.transpose(0, 1), x, context.params.grad(weight_), /*accumulate=*/true, {},
+         /*k_unit=*/context.batch.seq_len());
+  if (bias_ && context.params.is_trainable(bias_use_))
+    accumulate_rows(context.stream, dy, context.params.grad(bias_use_));
 }
 
 Cost Linear::cost(int64_t num_samples, int64_t seq_len) const {
@@ -172,6 +175,7 @@ Tensor LayerNorm::backward_input(const Context& context, const Tensor& dy, Saved
 }
 
 void LayerNorm::backward_weight(const Context& context, Saved& saved) const {
+  if (!context.params.is_trainable(gamma_) && !context.params.is_trainable(beta_)) return;
   layer_norm_backward_weight(context.stream, saved.tensors[3], saved.tensors[0], saved.tensors[1],
                              saved.tensors[2], context.params.grad(gamma_), context.params.grad(beta_));
 }

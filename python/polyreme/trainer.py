@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -85,9 +86,18 @@ class Trainer:
             step, or skip this many in a row and raise at the next one. The error and `StepStats.not_finite` name
             the first bad parameter. A dynamic loss scale that can back off always skips the step.
 
+        frozen: patterns of names (as in fnmatch) of parameters that do not learn: ["wte.*", "h.0.*"]. They have
+            neither gradient nor optimizer state, and backward ends with the first layer that learns.
+
     Raises:
-        InvalidArgument: sizes that do not fit together, naming them.
+        InvalidArgument: sizes that do not fit together, naming them; a pattern that matches nothing.
         NotAvailable: options of a later version.
+
+    Example:
+        >>> trainer = pr.Trainer(  # doctest: +SKIP
+        ...     model, pr.Mesh(world), optimizer=pr.AdamW(lr=3e-4), global_batch=64, micro_batch=4,
+        ...     lanes=pr.Lanes(dp=8), zero=pr.Zero(stage=3, prefetch=2), clip_norm=1.0,
+        ... )
     """
 
     def __init__(
@@ -104,6 +114,7 @@ class Trainer:
         zero: int | Zero = 0,
         precision: str | Precision = "fp32",
         on_nonfinite: str | int = "raise",
+        frozen: Sequence[str] = (),
     ) -> None:
         check_type("model", model, GPT, "a polyreme.models.GPT")
         check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
@@ -132,6 +143,7 @@ class Trainer:
         self.global_batch = global_batch
         self.seed = seed
         self.precision = precision
+        self.frozen = _matching(self.parameter_names(), frozen)
         self.peak_flops: float | None = None
         self._engine = _core.Engine(
             mesh.world._core,
@@ -152,6 +164,7 @@ class Trainer:
             loss_scale=_core.LossScalerOptions(**asdict(precision.scaling())),
             max_skipped=_SKIPS.get(on_nonfinite, on_nonfinite),
             weight_decay=optimizer.decay_of(model.param_specs()),
+            trainable=[name not in self.frozen for name in self.parameter_names()],
             **optimizer._constants(),
         )
         self.lanes = replace(lanes, dp=self._engine.lanes_dp)
@@ -391,6 +404,17 @@ class Trainer:
     def parameter_names(self) -> list[str]:
         """The names of all parameters, in order."""
         return [spec["name"] for spec in self.model.param_specs()]
+
+
+def _matching(names: list[str], patterns: Sequence[str]) -> frozenset[str]:
+    """The names that match a pattern, as in fnmatch."""
+    if isinstance(patterns, str):
+        raise InvalidArgument(f"frozen={patterns!r}; expected a list of patterns, such as ['wte.*']")
+    for pattern in patterns:
+        check_type("frozen", pattern, str, "patterns of names, such as 'wte.*'")
+        if not fnmatch.filter(names, pattern):
+            raise InvalidArgument(f"frozen: no parameter matches {pattern!r}; names are like {names[0]!r}")
+    return frozenset(name for name in names for pattern in patterns if fnmatch.fnmatchcase(name, pattern))
 
 
 def _token_array(values: ArrayLike, what: str) -> NDArray[np.int32]:

@@ -72,6 +72,7 @@ class StepRecorder:
     def record(self, trainer: Trainer, stats: StepStats) -> None:
         """Writes the step; after the last one ends the script with exit code 0 on every rank."""
         names = [] if self._losses_only else trainer.parameter_names()
+        learning = [name for name in names if name not in trainer.frozen]
         line = {
             "step": stats.step,
             "lanes": trainer.lanes.dp,
@@ -79,7 +80,7 @@ class StepRecorder:
             "skipped": stats.skipped,
             "loss": stats.loss.hex(),
             "grad_norm": stats.grad_norm.hex(),
-            "gradients": {name: _digest(trainer.gradient(name)) for name in names},
+            "gradients": {name: _digest(trainer.gradient(name)) for name in learning},
             "weights": {name: _digest(trainer.master_parameter(name)) for name in names},
         }
         self._file.write(json.dumps(line) + "\n")
