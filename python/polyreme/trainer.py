@@ -85,7 +85,6 @@ class Trainer:
         on_nonfinite: what to do when the gradient or the loss is not finite: "raise" NumericError, "skip" the
             step, or skip this many in a row and raise at the next one. The error and `StepStats.not_finite` name
             the first bad parameter. A dynamic loss scale that can back off always skips the step.
-
         frozen: patterns of names (as in fnmatch) of parameters that do not learn: ["wte.*", "h.0.*"]. They have
             neither gradient nor optimizer state, and backward ends with the first layer that learns.
 
