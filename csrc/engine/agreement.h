@@ -23,7 +23,7 @@ std::vector<int64_t> gather_values(Communicator& group, Stream& stream, const st
 // All ranks throw, or none: `refusal` if this rank has one, otherwise InvalidArgument naming the ranks with
 // a refusal or with other facts. Returns the sum of `addend` over the ranks. Waits for them.
 int64_t agree(Communicator& group, Stream& stream, const std::vector<Fact>& facts,
-              const std::exception_ptr& refusal, int64_t addend = 0);
+              const std::exception_ptr& refusal, int64_t addend = 0, const char* axis = "dp");
 
 // Host memory that operations read or write must outlive them, also where an error ends the call.
 class WaitAtExit {

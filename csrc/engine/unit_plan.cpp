@@ -28,8 +28,12 @@ ShardMap make_map(const ParamRegistry& registry, const ZeroOptions& options, int
 }  // namespace
 
 UnitPlan make_unit_plan(const ParamRegistry& registry, size_t num_layers, const ZeroOptions& options,
-                        int64_t num_shards, const OptimizerOptions& optimizer) {
-  const std::vector<int> group_of_param = state_groups(registry.specs(), optimizer);
+                        int64_t num_shards, const OptimizerOptions& optimizer, std::span<const int> parts) {
+  std::vector<int> group_of_param = state_groups(registry.specs(), optimizer);
+  group_of_param.resize(registry.specs().size(), 0);
+  const int num_parts = parts.empty() ? 1 : 1 + *std::max_element(parts.begin(), parts.end());
+  for (size_t param = 0; param < parts.size(); ++param)
+    group_of_param[param] = group_of_param[param] * num_parts + parts[param];
   UnitPlan plan{.map = make_map(registry, options, num_shards, group_of_param)};
   const ShardMap& map = plan.map;
   plan.used_by.resize(num_layers);

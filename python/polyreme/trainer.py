@@ -19,8 +19,9 @@ from .checks import MAX_SEED, check_int, check_number, check_type
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
 from .mesh import Mesh
-from .models import GPT
+from .models import Model
 from .precision import Precision
+from .schedule import FixedSchedule, Schedule, ScheduleKind, one_f_one_b
 from .verification import StepRecorder, precision_to_verify
 from .world import Lanes
 from .zero import Zero
@@ -69,10 +70,13 @@ class Trainer:
 
     Args:
         model: what to train.
-        mesh: the ranks; all of them along dp in this version.
+        mesh: the ranks, along dp and pp in this version.
         optimizer: the update rule with its learning rate.
         global_batch: samples of one step, over all ranks.
         micro_batch: samples of one forward pass; changes memory and speed, not the bits.
+        schedule: the order of a pipeline's computations, of `pr.schedule`; changes memory and speed, not the bits.
+            Default with pp > 1: one_f_one_b. The layers are dealt out by cost.
+        split: instead, the number of the model's blocks in each chunk of the pipeline, such as [7, 5].
         clip_norm: limit of the gradient's 2-norm, or None.
         lanes: where sums may be cut (see Lanes); equal lanes, equal bits on every layout.
         seed: initial weights, dropout and the order of samples.
@@ -101,7 +105,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: GPT,
+        model: Model,
         mesh: Mesh,
         *,
         optimizer: optim.Optimizer,
@@ -113,14 +117,16 @@ class Trainer:
         zero: int | Zero = 0,
         precision: str | Precision = "fp32",
         on_nonfinite: str | int = "raise",
+        schedule: ScheduleKind | FixedSchedule | None = None,
+        split: Sequence[int] | None = None,
         frozen: Sequence[str] = (),
     ) -> None:
-        check_type("model", model, GPT, "a polyreme.models.GPT")
+        check_type("model", model, Model, "a polyreme.models.GPT or Llama")
         check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
         for axis in mesh.order:
-            if axis != "dp" and mesh.size(axis) > 1:
+            if axis not in ("dp", "pp") and mesh.size(axis) > 1:
                 raise NotAvailable(
-                    f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp only; use"
+                    f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp and pp only; use"
                     f" pr.Mesh(world, dp={mesh.world.size})"
                 )
         check_type("optimizer", optimizer, optim.Optimizer, "a polyreme.AdamW or polyreme.SGD")
@@ -144,6 +150,7 @@ class Trainer:
         self.precision = precision
         self.frozen = _matching(self.parameter_names(), frozen)
         self.peak_flops: float | None = None
+        lists = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
         self._engine = _core.Engine(
             mesh.world._core,
             mesh._core,
@@ -163,6 +170,8 @@ class Trainer:
             loss_scale=_core.LossScalerOptions(**asdict(precision.scaling())),
             max_skipped=_SKIPS.get(on_nonfinite, on_nonfinite),
             weight_decay=optimizer.decay_of(model.param_specs()),
+            schedule=lists._core if lists is not None else None,
+            split=_split(split, lists),
             trainable=[name not in self.frozen for name in self.parameter_names()],
             **optimizer._constants(),
         )
@@ -352,16 +361,16 @@ class Trainer:
     def logits(self, tokens: ArrayLike) -> NDArray[np.float32]:
         """Scores [num_samples, seq_len, vocab] of this rank's own tokens, which may be none.
 
-        Collective with zero=3, where the ranks gather weights together; local otherwise.
+        Collective along pp, where all stages give the same tokens, and with zero=3, where the ranks gather weights together; local otherwise.
         """
         return self._engine.logits(_token_array(tokens, "tokens"))
 
     def parameter(self, name: str) -> NDArray[np.float32]:
-        """A copy of a parameter as the model reads it, widened to fp32. Collective with zero=3."""
+        """A copy of a parameter as the model reads it, in fp32. Collective along pp, and with zero=3."""
         return self._engine.read_param(name, "weight")
 
     def master_parameter(self, name: str) -> NDArray[np.float32]:
-        """A copy of a parameter as the optimizer updates it, in fp32. Collective from zero=1 on."""
+        """A copy of a parameter as the optimizer updates it, in fp32. Collective along pp, and from zero=1 on."""
         return self._engine.read_param(name, "master")
 
     def set_parameter(self, name: str, values: ArrayLike) -> None:
@@ -379,11 +388,13 @@ class Trainer:
         self._engine.write_param(name, array)
 
     def gradient(self, name: str) -> NDArray[np.float32]:
-        """The gradient of the last step, over all ranks, before clipping. Collective unless zero=0."""
+        """The gradient of the last step, over all ranks, before clipping. Collective along pp, and unless zero=0."""
         return self._engine.read_param(name, "grad")
 
     def optimizer_state(self, name: str, kind: str) -> NDArray[np.float32]:
-        """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective unless zero=0."""
+        """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective along pp, and unless
+        zero=0.
+        """
         return self._engine.read_param(name, kind)
 
     def memory(self, *, step: bool = False) -> dict[str, int]:
@@ -403,6 +414,37 @@ class Trainer:
     def parameter_names(self) -> list[str]:
         """The names of all parameters, in order."""
         return [spec["name"] for spec in self.model.param_specs()]
+
+
+def _pipeline(
+    mesh: Mesh, schedule: Any, global_batch: int, micro_batch: int, lanes_dp: int | None
+) -> Schedule | None:
+    """The schedule of a training step on this mesh; None for one stage without one."""
+    if schedule is not None:
+        kinds = (ScheduleKind, FixedSchedule)
+        check_type("schedule", schedule, kinds, "one of pr.schedule, such as pr.schedule.zb_h1(), or None")
+    stages = mesh.size("pp")
+    if schedule is None and stages == 1:
+        return None
+    lanes = lanes_dp or mesh.size("dp")
+    if global_batch % lanes or lanes % mesh.size("dp"):
+        raise InvalidArgument(
+            f"global_batch={global_batch} with lanes.dp={lanes} and dp={mesh.size('dp')}: every lane needs the same"
+            " number of samples, and every rank the same number of lanes; choose a global_batch that lanes.dp divides,"
+            " and lanes.dp a multiple of dp"
+        )
+    micro_batches = lanes // mesh.size("dp") * -(-(global_batch // lanes) // micro_batch)
+    return (schedule or one_f_one_b()).build(stages, micro_batches)
+
+
+def _split(split: Sequence[int] | None, lists: Schedule | None) -> list[int]:
+    if split is None:
+        return []
+    if lists is None:
+        raise InvalidArgument(
+            "split: there is no pipeline to split the model for; use pp > 1, or give a schedule"
+        )
+    return [check_int("split: blocks of a chunk", blocks, 0) for blocks in split]
 
 
 def _matching(names: list[str], patterns: Sequence[str]) -> frozenset[str]:

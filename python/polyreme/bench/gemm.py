@@ -15,7 +15,7 @@ from .. import _core
 from ..checks import MAX_THREADS, check_int
 from ..environment import RankEnvironment
 from ..errors import InvalidArgument, NotAvailable
-from ..models import GPT
+from ..models import Model
 from ..precision import DTYPES
 from ..world import init
 
@@ -89,7 +89,7 @@ def _seconds(function: Callable[[], None]) -> float:
 
 
 def bench_gemm(
-    model: GPT,
+    model: Model,
     *,
     batch: int,
     threads: int,
