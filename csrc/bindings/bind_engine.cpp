@@ -113,12 +113,27 @@ void bind_model(py::module_& m) {
   py::class_<LlamaConfig>(m, "LlamaConfig")
       .def(py::init([](int64_t layers, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t mlp_hidden,
                        int64_t vocab, int64_t seq_len, double rope_theta, float norm_eps, double init_std,
-                       bool tied, bool recompute) {
-             return LlamaConfig{layers,  hidden,     heads,    kv_heads, mlp_hidden, vocab,
-                                seq_len, rope_theta, norm_eps, init_std, tied,       recompute};
+                       bool tied, bool recompute, const std::string& dtype, const std::string& norm_dtype,
+                       const std::string& logits_dtype) {
+             return LlamaConfig{.layers = layers,
+                                .hidden = hidden,
+                                .heads = heads,
+                                .kv_heads = kv_heads,
+                                .mlp_hidden = mlp_hidden,
+                                .vocab = vocab,
+                                .seq_len = seq_len,
+                                .rope_theta = rope_theta,
+                                .norm_eps = norm_eps,
+                                .init_std = init_std,
+                                .tied = tied,
+                                .recompute = recompute,
+                                .dtype = dtype_from_name(dtype),
+                                .norm_dtype = dtype_from_name(norm_dtype),
+                                .logits_dtype = dtype_from_name(logits_dtype)};
            }),
            py::kw_only(), "layers"_a, "hidden"_a, "heads"_a, "kv_heads"_a, "mlp_hidden"_a, "vocab"_a,
-           "seq_len"_a, "rope_theta"_a, "norm_eps"_a, "init_std"_a, "tied"_a, "recompute"_a);
+           "seq_len"_a, "rope_theta"_a, "norm_eps"_a, "init_std"_a, "tied"_a, "recompute"_a, "dtype"_a,
+           "norm_dtype"_a, "logits_dtype"_a);
   m.def(
       "model_param_specs", [](const ModelConfig& config) { return spec_list(build_model(config)); },
       "config"_a);

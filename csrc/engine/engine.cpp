@@ -452,13 +452,8 @@ std::vector<float> Engine::logits(const HostBatch& batch) {
     return result;
   }
   const Context context = make_context(upload(*stream_, batch), 0, batch.num_samples, 0, /*training=*/false);
-  Tensor scores = run_forward(model_, layers, context, params_.weights, {}, nullptr);
-  if (scores.dtype() != DType::kF32) {
-    const Tensor wide = empty(device_, DType::kF32, scores.shape(), "logits");
-    cast(*stream_, scores, wide);
-    scores = wide;
-  }
-  copy_to_host(*stream_, scores, result.data());
+  const Tensor scores = run_forward(model_, layers, context, params_.weights, {}, nullptr);
+  copy_to_host(*stream_, wide(*stream_, scores), result.data());
   stream_->synchronize();
   return result;
 }
@@ -477,7 +472,8 @@ std::vector<float> Engine::pipeline_logits(const HostBatch& batch, const std::ex
   };
   pipeline_->forward(std::move(run));
   const Tensor& output = pipeline_->output();
-  const Tensor logits = output.defined() ? output : empty(device_, DType::kF32, shape, "logits");
+  const Tensor logits =
+      output.defined() ? wide(*stream_, output) : empty(device_, DType::kF32, shape, "logits");
   stages.broadcast(logits, pipeline_->last_stage(), *stream_)->wait_on(*stream_);
   pipeline_->wait();
   copy_to_host(*stream_, logits, result.data());

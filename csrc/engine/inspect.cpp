@@ -5,20 +5,10 @@
 #include "base/math.h"
 #include "engine/agreement.h"
 #include "engine/engine.h"
+#include "engine/layer_steps.h"
 #include "ops/update.h"
 
 namespace polyreme {
-namespace {
-
-Tensor wide(Stream& stream, const Tensor& x) {
-  if (x.dtype() == DType::kF32) return x;
-  const Tensor result = empty(stream.device(), DType::kF32, x.shape(), "widened");
-  cast(stream, x, result);
-  return result;
-}
-
-}  // namespace
-
 size_t Engine::first_not_finite(const std::string& kind) {
   int64_t first = static_cast<int64_t>(model_.registry.specs().size());
   for (int unit = 0; unit < map().num_units(); ++unit) {

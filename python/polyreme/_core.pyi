@@ -221,6 +221,9 @@ class LlamaConfig:
         init_std: float,
         tied: bool,
         recompute: bool,
+        dtype: str,
+        norm_dtype: str,
+        logits_dtype: str,
     ) -> None: ...
 
 def model_param_specs(config: GptConfig | LlamaConfig) -> list[dict[str, Any]]: ...

@@ -8,7 +8,7 @@ from typing import Any
 
 from . import _core
 from .checks import check_int, check_number, check_type
-from .errors import InvalidArgument, NotAvailable
+from .errors import InvalidArgument
 from .precision import Precision
 
 __all__ = ["GPT", "Llama", "Model"]
@@ -194,11 +194,6 @@ class Llama(Model):
         return self.mlp_hidden or ((8 * self.hidden + 2) // 3 + 63) // 64 * 64
 
     def _config(self, precision: str | Precision = "fp32") -> _core.LlamaConfig:
-        dtype = Precision.of(precision).dtype
-        if dtype != "fp32":
-            raise NotAvailable(
-                f"precision={dtype!r}: Llama computes in 'fp32' in this version; GPT in 16 bits too"
-            )
         return _core.LlamaConfig(
             layers=self.layers,
             hidden=self.hidden,
@@ -212,6 +207,7 @@ class Llama(Model):
             init_std=self.init_std,
             tied=self.tied,
             recompute=self.recompute,
+            **Precision.of(precision)._dtypes(),
         )
 
     def _linears(self) -> list[tuple[str, int, int, int]]:

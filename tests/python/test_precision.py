@@ -66,6 +66,27 @@ def test_o_rn_01_recompute_and_buckets_change_nothing(name):
     assert run(2, name, model=model, zero=zero) == one_rank(name)
 
 
+LLAMA = pr.models.Llama(layers=2, hidden=32, heads=4, kv_heads=2, mlp_hidden=48, vocab=61, seq_len=24)
+
+
+@pytest.mark.parametrize("model", [MODEL, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_stages_of_a_pipeline(name, model):
+    """Activations cross in 16 bits; the scale, the norm and skipped steps are those of all stages."""
+
+    def body(world):
+        options = dict(lanes=pr.Lanes(dp=4), global_batch=8, micro_batch=1, clip_norm=0.5)
+        mesh = pr.Mesh(world, pp=2) if world.size == 2 else pr.Mesh(world)
+        optimizer = pr.AdamW(lr=1e-3, eps=1e-4, weight_decay=0.1)
+        trainer = pr.Trainer(model, mesh, precision=PRECISIONS[name], optimizer=optimizer, **options)
+        stats = [trainer.step(*data) for data in DATA]
+        logits = trainer.logits(DATA[0][0][:2]).tobytes()
+        return [(each.loss, each.grad_norm) for each in stats], fingerprint(trainer), logits
+
+    one = run_ranks(1, body)[0]
+    assert all(result == one for result in run_ranks(2, body))
+
+
 @pytest.mark.parametrize("name", PRECISIONS)
 def test_deferred_device(name):
     """What passes here waits for every cast and gather."""
