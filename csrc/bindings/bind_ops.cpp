@@ -10,9 +10,9 @@ using namespace py::literals;
 namespace polyreme::bindings {
 namespace {
 
-// Seconds of the fastest of `repeats` products of the given sizes on the world's device, as training makes them:
-// c += op(a) op(b), c being fp32, or for operands of 16 bits c = op(a) op(b) rounded to their dtype, but for the
-// gradient of weights (a transposed).
+// Seconds of the fastest of `repeats` products of the given sizes on the world's device, as training makes
+// them: c += op(a) op(b), c being fp32, or for operands of 16 bits c = op(a) op(b) rounded to their dtype,
+// but for the gradient of weights (a transposed).
 double time_gemm(const World& world, int64_t m, int64_t n, int64_t k, bool transpose_a, bool transpose_b,
                  int repeats, const std::string& dtype_text) {
   const DType dtype = dtype_from_name(dtype_text);
