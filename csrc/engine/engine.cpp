@@ -6,8 +6,8 @@
 
 #include "base/hash.h"
 #include "base/math.h"
-#include "engine/agreement.h"
 #include "engine/layer_steps.h"
+#include "mesh/agreement.h"
 #include "ops/ops.h"
 #include "ops/update.h"
 #include "pipeline/schedule/text.h"
@@ -80,7 +80,8 @@ StagePart part_of(const Model& model, const Mesh& mesh, const EngineOptions& opt
   return make_stage_part(model, schedule, mesh.coordinate("pp"), options.pipeline.split);
 }
 
-// By parameter of the part. Chunks are at different lanes at a time, so they share no unit.
+// By parameter of the part: what may share a unit. Chunks are at different lanes at a time, and shared
+// parameters are complete later.
 std::vector<int> chunk_of_params(const StagePart& part) {
   std::vector<int> chunks;
   for (size_t param = 0; param < part.registry.specs().size(); ++param) {
@@ -89,6 +90,10 @@ std::vector<int> chunk_of_params(const StagePart& part) {
     while (part.chunks[static_cast<size_t>(chunk)].end <= layer) ++chunk;
     chunks.push_back(chunk);
   }
+  int alone = static_cast<int>(part.chunks.size());
+  for (const SharedParam& shared : part.shared)
+    if (const int local = part.local[static_cast<size_t>(shared.param)]; local >= 0)
+      chunks[static_cast<size_t>(local)] = alone++;
   return chunks;
 }
 
@@ -131,12 +136,6 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
 }
 
 void Engine::agree_on_settings() {
-  const OptimizerOptions& rule = options_.optimizer;
-  std::string optimizer = concat(rule.rule, " betas=", rule.beta1, ",", rule.beta2, " eps=", rule.eps,
-                                 " momentum=", rule.momentum, " weight_decay=");
-  for (const double decay : rule.weight_decay) optimizer += concat(decay, " ");
-  optimizer += "trainable=";
-  for (const uint8_t trainable : rule.trainable) optimizer += trainable ? "1" : "0";
   const ZeroOptions& zero = options_.zero;
   const LossScalerOptions& scale = options_.loss_scale;
   std::string split;
@@ -153,7 +152,7 @@ void Engine::agree_on_settings() {
        fact("loss_scale",
             concat(scale.dynamic, " ", scale.initial, " ", scale.growth, " ", scale.backoff, " ",
                    scale.interval, " ", scale.minimum, " ", scale.maximum, " ", scale.hysteresis)),
-       fact("max_skipped", options_.max_skipped), fact("optimizer", optimizer),
+       fact("max_skipped", options_.max_skipped), fact("optimizer", describe(options_.optimizer)),
        fact("schedule", options_.pipeline.schedule ? pipeline::to_text(*options_.pipeline.schedule) : "none"),
        fact("split of layers", split)},
       nullptr);
@@ -187,6 +186,7 @@ void Engine::init_weights() {
         fill_normal(*stream_, part, static_cast<float>(init.std), key, first);
     });
   }
+  if (pipeline_) pipeline_->share_weights();
   stream_->synchronize();
 }
 
@@ -333,6 +333,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   if (valid > 0) {
     optimizer_->step(*stream_, params_.weights.own(), params_.grads.own(), {.lr = lr, .scale = clip_scale_});
     params_.weights.gather_updated();
+    if (pipeline_) pipeline_->share_weights();
   }
   if (pipeline_) pipeline_->wait();
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);

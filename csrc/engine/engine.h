@@ -8,11 +8,11 @@
 #include <string>
 #include <vector>
 
-#include "engine/agreement.h"
 #include "engine/batch.h"
 #include "engine/memory_terms.h"
 #include "engine/param_store.h"
 #include "engine/pipeline_run.h"
+#include "mesh/agreement.h"
 #include "mesh/mesh.h"
 #include "optim/loss_scaler.h"
 #include "optim/optimizer.h"

@@ -129,7 +129,7 @@ class Trainer:
                     f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp and pp only; use"
                     f" pr.Mesh(world, dp={mesh.world.size})"
                 )
-        check_type("optimizer", optimizer, optim.Optimizer, "a polyreme.AdamW or polyreme.SGD")
+        check_type("optimizer", optimizer, optim.Optimizer, "a rule such as polyreme.AdamW()")
         if lanes is not None:
             check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")
         lanes = lanes or Lanes()
@@ -169,11 +169,12 @@ class Trainer:
             persist_below=zero.persist_below,
             loss_scale=_core.LossScalerOptions(**asdict(precision.scaling())),
             max_skipped=_SKIPS.get(on_nonfinite, on_nonfinite),
-            weight_decay=optimizer.decay_of(model.param_specs()),
+            optimizer={
+                **optimizer.core_options(model.param_specs()),
+                "trainable": [int(name not in self.frozen) for name in self.parameter_names()],
+            },
             schedule=lists._core if lists is not None else None,
             split=_split(split, lists),
-            trainable=[name not in self.frozen for name in self.parameter_names()],
-            **optimizer._constants(),
         )
         self.lanes = replace(lanes, dp=self._engine.lanes_dp)
         self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints

@@ -1,4 +1,4 @@
-#include "engine/agreement.h"
+#include "mesh/agreement.h"
 
 #include "base/hash.h"
 #include "ops/ops.h"
