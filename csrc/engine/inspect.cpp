@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include "base/math.h"
-#include "engine/agreement.h"
 #include "engine/engine.h"
 #include "engine/layer_steps.h"
 #include "ops/update.h"
