@@ -208,6 +208,7 @@ void bind_engine(py::module_& m) {
             engine.write_param(name, std::vector<float>(values.data(), values.data() + values.size()));
           },
           "name"_a, "values"_a)
+      .def("check_replicas", &Engine::check_replicas, py::call_guard<py::gil_scoped_release>())
       .def("memory",
            [](const Engine& engine) {
              py::list terms;

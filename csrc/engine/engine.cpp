@@ -299,6 +299,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
     refusal = std::current_exception();
   }
   const int64_t valid = agree_everywhere({{"learning rate", std::bit_cast<int64_t>(lr), concat(lr)},
+                                          fact("number of steps so far", applied_steps_),
                                           fact("seq_len", batch.seq_len),
                                           fact("source of samples", source)},
                                          refusal, count_valid(batch), {fact("batch", content_of(batch))});

@@ -80,6 +80,9 @@ class Engine {
   const ShardMap& map() const { return plan_.map; }
   // Elements of all parameters of the model.
   int64_t num_parameters() const;
+  // Compares what several ranks hold alike, weights and optimizer state, by fingerprints. Collective. Throws
+  // NumericError on every rank, naming a tensor and the ranks that have it otherwise than most.
+  void check_replicas();
   // What this rank's memory goes to; see memory_terms.
   std::vector<MemoryTerm> memory() const;
   int64_t applied_steps() const { return applied_steps_; }
