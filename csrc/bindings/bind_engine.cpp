@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
+#include "bindings/interruptible.h"
 #include "engine/engine.h"
 #include "mesh/world.h"
 
@@ -107,7 +108,7 @@ void bind_engine(py::module_& m) {
                                                        .momentum = momentum,
                                                        .weight_decay = weight_decay}};
              // Not as a call_guard, under which pybind11 would register the new object too.
-             const py::gil_scoped_release release;
+             const Interruptible call(&world.communicator());
              return std::make_unique<Engine>(world.device(), mesh, build_gpt(config), options);
            }),
            "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
@@ -118,7 +119,7 @@ void bind_engine(py::module_& m) {
           [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
             StepStats stats;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               stats = engine.train_step(data, order, step, lr);
             }
             return stats_dict(stats);
@@ -130,7 +131,7 @@ void bind_engine(py::module_& m) {
             const HostBatch batch = host_batch(tokens, &targets);
             StepStats stats;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               stats = engine.train_step(batch, lr);
             }
             return stats_dict(stats);
@@ -141,7 +142,7 @@ void bind_engine(py::module_& m) {
           [](Engine& engine, const TokenDataset& data, int64_t first, int64_t num_samples) {
             StepStats stats;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               stats = engine.evaluate(data, first, num_samples);
             }
             return stats_dict(stats);
@@ -154,7 +155,7 @@ void bind_engine(py::module_& m) {
             FloatArray result({batch.num_samples, batch.seq_len, engine.model().vocab});
             std::vector<float> values;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               values = engine.logits(batch);
             }
             std::copy(values.begin(), values.end(), result.mutable_data());
@@ -168,7 +169,7 @@ void bind_engine(py::module_& m) {
             FloatArray result(std::vector<py::ssize_t>(shape.begin(), shape.end()));
             std::vector<float> values;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               values = engine.read_param(name, kind);
             }
             std::copy(values.begin(), values.end(), result.mutable_data());

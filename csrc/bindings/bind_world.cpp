@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
+#include "bindings/interruptible.h"
 #include "mesh/world.h"
 
 namespace py = pybind11;
@@ -40,8 +41,11 @@ void bind_world(py::module_& m) {
       .def_property_readonly("device_description", [](const World& w) { return w.device().description(); })
       .def(
           "barrier",
-          [](const World& w, double timeout_s) { w.communicator().barrier(milliseconds(timeout_s)); },
-          "timeout_s"_a = 600.0, py::call_guard<py::gil_scoped_release>())
+          [](const World& w, double timeout_s) {
+            const Interruptible call(&w.communicator());
+            w.communicator().barrier(milliseconds(timeout_s));
+          },
+          "timeout_s"_a = 600.0)
       .def(
           "abort", [](const World& w, const std::string& reason) { w.communicator().abort(reason); },
           "reason"_a, py::call_guard<py::gil_scoped_release>())
@@ -105,7 +109,7 @@ void bind_world(py::module_& m) {
                                    .peer_timeout = milliseconds(peer_timeout_s),
                                    .record_dir = record_dir,
                                    .device = device_options(num_threads, isa, executor, schedule_seed)};
-        const py::gil_scoped_release release;
+        const Interruptible call;
         return make_world(options).release();
       },
       py::return_value_policy::take_ownership, py::kw_only(), "rank"_a, "size"_a, "master_addr"_a,

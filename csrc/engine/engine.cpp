@@ -57,6 +57,7 @@ int64_t count_valid(const HostBatch& batch) {
 
 Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& options)
     : device_(device),
+      world_(mesh.world()),
       dp_(mesh.group({"dp"})),
       dp_rank_(mesh.coordinate("dp")),
       model_(std::move(model)),

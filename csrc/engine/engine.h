@@ -63,6 +63,7 @@ class Engine {
 
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
+  Communicator& world() const { return world_; }
   const FlatLayout& layout() const { return params_.layout(); }
   int64_t applied_steps() const { return applied_steps_; }
   int64_t local_batch() const { return options_.global_batch / dp_.size(); }
@@ -109,6 +110,7 @@ class Engine {
   Tensor gathered(const Tensor& own_part);
 
   Device& device_;
+  Communicator& world_;
   Communicator& dp_;
   int dp_rank_;
   Model model_;

@@ -66,6 +66,10 @@ class Group:
 
     All methods raise InvalidArgument before anything is sent; CollectiveMismatch, naming who called what,
     before memory is written; PeerLost and Timeout, naming the ranks.
+
+    Signal handlers of Python run while the main thread waits. One that raises, as that of Ctrl-C does, ends
+    the wait: the group cannot be used any more, and its other members get PeerLost with the reason. Handlers
+    must not use the group themselves.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:

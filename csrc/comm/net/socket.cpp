@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/interrupt.h"
 
 namespace polyreme {
 namespace {
@@ -54,12 +55,15 @@ FileDescriptor open_socket(const addrinfo& address) {
 // False at the deadline.
 bool wait_ready(int fd, short events, Deadline deadline) {
   while (true) {
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
     pollfd entry{fd, events, 0};
-    const int ready = poll(&entry, 1, static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000)));
+    const int ready =
+        poll(&entry, 1,
+             static_cast<int>(std::clamp(left, std::chrono::milliseconds(0), kInterruptInterval).count()));
     if (ready > 0) return true;
     if (ready == 0 && Clock::now() >= deadline) return false;
     if (ready < 0 && errno != EINTR) return false;
+    check_interrupt();
   }
 }
 
@@ -168,6 +172,7 @@ FileDescriptor dial(const std::string& host, int port, const DialOptions& option
       }
       answers[address_text(*address)] = error;
     }
+    check_interrupt();
     if (options.insist) std::this_thread::sleep_for(std::chrono::milliseconds(20));
   } while (options.insist && Clock::now() < deadline);
   std::string tried;

@@ -11,6 +11,7 @@
 #include <new>
 #include <thread>
 
+#include "base/interrupt.h"
 #include "base/math.h"
 
 namespace polyreme {
@@ -218,6 +219,7 @@ void SharedGroup::await(Awaited& awaited, Bell& bell) {
     throw_if_failed();
     look_for_departed(awaited);
     if (now >= next_look) {
+      check_interrupt();
       look_for_dead(awaited);
       next_look = now + kLookInterval;
     }

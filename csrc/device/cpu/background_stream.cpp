@@ -2,9 +2,23 @@
 
 #include <utility>
 
+#include "base/interrupt.h"
 #include "device/cpu/deferred_device.h"
 
 namespace polyreme {
+namespace {
+
+template <typename Condition>
+void wait_for(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+              const Condition& condition) {
+  while (!changed.wait_for(lock, kInterruptInterval, condition)) {
+    lock.unlock();  // the check may run anything
+    check_interrupt();
+    lock.lock();
+  }
+}
+
+}  // namespace
 
 void StreamPoint::reach() {
   const std::lock_guard lock(mutex_);
@@ -14,7 +28,7 @@ void StreamPoint::reach() {
 
 void StreamPoint::await() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return reached_; });
+  wait_for(changed_, lock, [this] { return reached_; });
 }
 
 BackgroundStream::BackgroundStream(Device& device, uint32_t id, Isa isa)
@@ -59,7 +73,7 @@ bool BackgroundStream::is_idle() {
 
 void BackgroundStream::synchronize() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return tasks_.empty() && !running_; });
+  wait_for(changed_, lock, [this] { return tasks_.empty() && !running_; });
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
