@@ -201,10 +201,10 @@ Operation* Journal::slot_of(uint64_t ticket) const {
   return slot.mark.load(std::memory_order_acquire) == 2 * ticket + 2 ? &slot : nullptr;
 }
 
-void Journal::start(uint64_t ticket) noexcept {
+void Journal::start(uint64_t ticket, bool at_once) noexcept {
   Operation* const slot = slot_of(ticket);
   if (slot == nullptr) return;
-  slot->started_ns.store(clock_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
+  slot->started_ns.store(at_once ? slot->enqueued_ns : clock_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
   slot->state.store(static_cast<uint8_t>(OperationState::kRunning), std::memory_order_release);
 }
 

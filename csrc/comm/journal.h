@@ -118,7 +118,8 @@ class Journal {
   // Returns a ticket for the functions below.
   uint64_t enqueue(uint32_t group, const CollectiveCall& call, int64_t num_bytes,
                    const char (&label)[journal_layout::kLabelBytes]) noexcept;
-  void start(uint64_t ticket) noexcept;
+  // `at_once`: when it was enqueued, for which no clock is read again.
+  void start(uint64_t ticket, bool at_once = false) noexcept;
   void end(uint64_t ticket, bool failed) noexcept;
   // It was never issued: the device refused it.
   void withdraw(uint64_t ticket) noexcept;
@@ -154,8 +155,8 @@ class JournalEntry {
   JournalEntry() = default;
   JournalEntry(std::shared_ptr<Journal> journal, uint64_t ticket)
       : journal_(std::move(journal)), ticket_(ticket) {}
-  void start() const noexcept {
-    if (journal_) journal_->start(ticket_);
+  void start(bool at_once = false) const noexcept {
+    if (journal_) journal_->start(ticket_, at_once);
   }
   void end(bool failed) const noexcept {
     if (journal_) journal_->end(ticket_, failed);
