@@ -172,7 +172,9 @@ std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory mem
   CpuStream& cpu_stream = as_cpu(stream);
   CallLedger::Line& line = transport_->ledger().of(call.op);
   call.sequence = CallLedger::sequence_of(line.posted) + 1;
-  JournalEntry entry = journal_.enqueue(call, bytes_of(call));
+  JournalParts parts;
+  for (const CallMemory::Part& part : memory.parts) parts.add(part.kind == Transfer::Kind::kSend, part.peer);
+  JournalEntry entry = journal_.enqueue(call, bytes_of(call), parts);
   std::shared_ptr<PendingCall> pending = std::exchange(spare_, nullptr);
   if (pending) {
     pending->reuse(call, std::move(memory), std::move(entry));
