@@ -93,14 +93,21 @@ void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine")
       .def(py::init([](World& world, Mesh& mesh, const GptConfig& config, int64_t global_batch,
                        int64_t micro_batch, int64_t lanes_dp, uint64_t seed, float clip_norm, int zero_stage,
-                       const std::string& rule, double beta1, double beta2, double eps, double momentum,
-                       const std::vector<double>& weight_decay) {
+                       int64_t shard_size, int64_t bucket_bytes, bool overlap, bool round_first,
+                       int64_t prefetch, int64_t persist_below, const std::string& rule, double beta1,
+                       double beta2, double eps, double momentum, const std::vector<double>& weight_decay) {
              const EngineOptions options{.global_batch = global_batch,
                                          .micro_batch = micro_batch,
                                          .lanes_dp = lanes_dp,
                                          .seed = seed,
                                          .clip_norm = clip_norm,
-                                         .zero_stage = zero_stage,
+                                         .zero = {.stage = zero_stage,
+                                                  .shard_size = shard_size,
+                                                  .bucket_bytes = bucket_bytes,
+                                                  .overlap = overlap,
+                                                  .round_first = round_first,
+                                                  .prefetch = prefetch,
+                                                  .persist_below = persist_below},
                                          .optimizer = {.rule = rule,
                                                        .beta1 = beta1,
                                                        .beta2 = beta2,
@@ -112,8 +119,9 @@ void bind_engine(py::module_& m) {
              return std::make_unique<Engine>(world.device(), mesh, build_gpt(config), options);
            }),
            "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
-           "seed"_a, "clip_norm"_a, "zero_stage"_a, "rule"_a, "beta1"_a, "beta2"_a, "eps"_a, "momentum"_a,
-           "weight_decay"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+           "seed"_a, "clip_norm"_a, "zero_stage"_a, "shard_size"_a, "bucket_bytes"_a, "overlap"_a,
+           "round_first"_a, "prefetch"_a, "persist_below"_a, "rule"_a, "beta1"_a, "beta2"_a, "eps"_a,
+           "momentum"_a, "weight_decay"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def(
           "train_step",
           [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
@@ -185,7 +193,7 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("applied_steps", &Engine::applied_steps)
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
       .def_property_readonly("num_parameters",
-                             [](const Engine& engine) { return engine.layout().num_parameters(); });
+                             [](const Engine& engine) { return engine.map().num_parameters(); });
 }
 
 }  // namespace polyreme::bindings

@@ -1,118 +1,103 @@
 #include "optim/optimizer.h"
 
-#include <algorithm>
-#include <cmath>
-
-#include "ops/ops.h"
+#include "ops/update.h"
+#include "optim/rule_base.h"
 
 namespace polyreme {
 namespace {
 
-// Neighbouring parameters with one weight decay: what one launch updates. Relative to the optimizer's range.
-struct DecayRun {
-  int64_t begin, end;
-  double weight_decay;
-};
-
-std::vector<DecayRun> decay_runs(const FlatLayout& layout, const FlatRange& range,
-                                 const std::vector<double>& weight_decay) {
-  require(weight_decay.size() == layout.size(), "weight_decay has ", weight_decay.size(), " entries for ",
-          layout.size(), " parameters");
-  std::vector<DecayRun> runs;
-  for (size_t i = 0; i < layout.size(); ++i) {
-    require(weight_decay[i] >= 0 && std::isfinite(weight_decay[i]), "weight_decay of parameter ", i, " is ",
-            weight_decay[i], "; expected a finite number, 0 or more");
-    const int64_t begin = std::max(layout.offset(i), range.begin) - range.begin;
-    const int64_t next = i + 1 < layout.size() ? layout.offset(i + 1) : layout.num_elements();
-    const int64_t end = std::min(next, range.end) - range.begin;
-    if (begin >= end) continue;
-    if (runs.empty() || runs.back().weight_decay != weight_decay[i])
-      runs.push_back({begin, end, weight_decay[i]});
-    else
-      runs.back().end = end;
-  }
-  return runs;
-}
-
-Tensor zeros(Stream& stream, const FlatRange& range, const char* label) {
-  Tensor flat = empty(stream.device(), DType::kF32, {range.size()}, label);
-  fill(stream, flat, 0.0f);
-  return flat;
-}
-
-class AdamW final : public Optimizer {
+class AdamW final : public RuleBase {
  public:
-  AdamW(Stream& stream, const FlatLayout& layout, const FlatRange& range, const OptimizerOptions& options)
-      : runs_(decay_runs(layout, range, options.weight_decay)), options_(options) {
-    require(options.beta1 >= 0 && options.beta1 < 1 && options.beta2 >= 0 && options.beta2 < 1,
-            "AdamW: betas (", options.beta1, ", ", options.beta2, "); expected 0 <= beta < 1");
-    // The update computes with fp32: an eps that is 0 there would divide the zeros of the gaps by zero.
-    const auto eps = static_cast<float>(options.eps);
-    require(eps > 0 && std::isfinite(eps), "AdamW: eps=", options.eps,
-            "; expected more than 0, and finite, in fp32");
-    m_ = zeros(stream, range, "adamw exp_avg");
-    v_ = zeros(stream, range, "adamw exp_avg_sq");
+  AdamW(Stream& stream, const ShardMap& map, int64_t shard, const OptimizerOptions& options)
+      : RuleBase(map, shard, options), m_(add_state(stream, "exp_avg")), v_(add_state(stream, "exp_avg_sq")) {
+    check_betas("AdamW", options);
+    check_eps("AdamW", options);
   }
 
-  void step(Stream& stream, const Tensor& weights, const Tensor& grads, const Tensor& scale, double lr,
-            int64_t step) override {
-    for (const DecayRun& run : runs_) {
-      const auto part = [&run](const Tensor& flat) { return flat.slice(0, run.begin, run.end); };
-      adamw(stream, part(weights), part(grads), part(m_), part(v_), scale,
-            {.lr = lr,
-             .beta1 = options_.beta1,
-             .beta2 = options_.beta2,
-             .eps = options_.eps,
+  void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
+            const OptimizerStep& step) override {
+    for (const Run& run : runs(step))
+      adamw(stream, run.part(weights), run.part(grads), run.part(m_), run.part(v_), step.scale,
+            {.lr = run.lr,
+             .beta1 = options().beta1,
+             .beta2 = options().beta2,
+             .eps = options().eps,
              .weight_decay = run.weight_decay,
-             .step = step});
-    }
-  }
-
-  std::vector<std::pair<std::string, Tensor>> state() const override {
-    return {{"exp_avg", m_}, {"exp_avg_sq", v_}};
+             .step = run.step});
   }
 
  private:
-  std::vector<DecayRun> runs_;
-  OptimizerOptions options_;
-  Tensor m_, v_;
+  const std::vector<Tensor>& m_;
+  const std::vector<Tensor>& v_;
 };
 
-class Sgd final : public Optimizer {
+class Sgd final : public RuleBase {
  public:
-  Sgd(Stream& stream, const FlatLayout& layout, const FlatRange& range, const OptimizerOptions& options)
-      : runs_(decay_runs(layout, range, options.weight_decay)), momentum_(options.momentum) {
-    require(momentum_ >= 0 && momentum_ < 1, "SGD: momentum=", momentum_, "; expected 0 <= momentum < 1");
-    if (momentum_ > 0) buffer_ = zeros(stream, range, "sgd momentum");
+  Sgd(Stream& stream, const ShardMap& map, int64_t shard, const OptimizerOptions& options)
+      : RuleBase(map, shard, options) {
+    check_momentum("SGD", options);
+    if (options.momentum > 0) buffer_ = &add_state(stream, "momentum");
   }
 
-  void step(Stream& stream, const Tensor& weights, const Tensor& grads, const Tensor& scale, double lr,
-            int64_t step) override {
-    for (const DecayRun& run : runs_) {
-      const auto part = [&run](const Tensor& flat) { return flat.slice(0, run.begin, run.end); };
-      sgd(stream, part(weights), part(grads), buffer_.defined() ? part(buffer_) : Tensor(), scale,
-          {.lr = lr, .momentum = momentum_, .weight_decay = run.weight_decay, .first_step = step == 1});
-    }
-  }
-
-  std::vector<std::pair<std::string, Tensor>> state() const override {
-    if (!buffer_.defined()) return {};
-    return {{"momentum", buffer_}};
+  void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
+            const OptimizerStep& step) override {
+    for (const Run& run : runs(step))
+      sgd(stream, run.part(weights), run.part(grads), buffer_ ? run.part(*buffer_) : Tensor(), step.scale,
+          {.lr = run.lr,
+           .momentum = options().momentum,
+           .weight_decay = run.weight_decay,
+           .first_step = run.step == 1});
   }
 
  private:
-  std::vector<DecayRun> runs_;
-  double momentum_;
-  Tensor buffer_;
+  const std::vector<Tensor>* buffer_ = nullptr;
+};
+
+class Lion final : public RuleBase {
+ public:
+  Lion(Stream& stream, const ShardMap& map, int64_t shard, const OptimizerOptions& options)
+      : RuleBase(map, shard, options), m_(add_state(stream, "exp_avg")) {
+    check_betas("Lion", options);
+  }
+
+  void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
+            const OptimizerStep& step) override {
+    for (const Run& run : runs(step))
+      lion(stream, run.part(weights), run.part(grads), run.part(m_), step.scale,
+           {.lr = run.lr,
+            .beta1 = options().beta1,
+            .beta2 = options().beta2,
+            .weight_decay = run.weight_decay});
+  }
+
+ private:
+  const std::vector<Tensor>& m_;
 };
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const FlatLayout& layout, const FlatRange& range,
-                                          const OptimizerOptions& options) {
-  if (options.rule == "adamw") return std::make_unique<AdamW>(stream, layout, range, options);
-  if (options.rule == "sgd") return std::make_unique<Sgd>(stream, layout, range, options);
-  throw InvalidArgument(concat("unknown optimizer rule '", options.rule, "'; expected adamw or sgd"));
+std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const ShardMap& map, int64_t shard,
+                                          Communicator* shard_group, const OptimizerOptions& options) {
+  require(map.num_shards() == 1 || shard_group != nullptr, "an optimizer of ", map.num_shards(),
+          " shards needs the group of the ranks that hold them");
+  if (options.rule == "adamw") return std::make_unique<AdamW>(stream, map, shard, options);
+  if (options.rule == "sgd") return std::make_unique<Sgd>(stream, map, shard, options);
+  if (options.rule == "lion") return std::make_unique<Lion>(stream, map, shard, options);
+  if (options.rule == "lamb") return make_lamb(stream, map, shard, shard_group, options);
+  if (options.rule == "muon") return make_muon(stream, map, shard, shard_group, options);
+  throw InvalidArgument(
+      concat("unknown optimizer rule '", options.rule, "'; expected adamw, sgd, lion, lamb or muon"));
+}
+
+std::vector<int> state_groups(std::span<const ParamSpec> specs, const OptimizerOptions& options) {
+  std::vector<int> groups;
+  for (size_t i = 0; i < specs.size(); ++i) {
+    const bool frozen = !options.trainable.empty() && options.trainable[i] == 0;
+    const bool matrix =
+        options.rule == "muon" && is_muon_matrix(options, static_cast<int>(i), specs[i].padded_shape);
+    groups.push_back(frozen ? 2 : (matrix ? 1 : 0));
+  }
+  return groups;
 }
 
 }  // namespace polyreme

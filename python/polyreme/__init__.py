@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .progress import Progress
     from .trainer import StepStats, Trainer
     from .world import Lanes, World, init
+    from .zero import Zero
 
 __all__ = [
     "SGD",
@@ -51,6 +52,7 @@ __all__ = [
     "Timeout",
     "Trainer",
     "World",
+    "Zero",
     "__version__",
     "data",
     "errors",
@@ -69,6 +71,7 @@ _MODULE_OF = {
     **dict.fromkeys(("Lanes", "World", "init"), "world"),
     "Mesh": "mesh",
     "Progress": "progress",
+    "Zero": "zero",
     "__version__": "_core",
     "generate": "generation",
     "measure_peak_flops": "gemm_rate",

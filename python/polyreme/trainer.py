@@ -18,6 +18,7 @@ from .mesh import Mesh
 from .models import GPT
 from .verification import StepRecorder
 from .world import Lanes
+from .zero import Zero
 
 __all__ = ["StepStats", "Trainer"]
 
@@ -62,8 +63,10 @@ class Trainer:
         clip_norm: limit of the gradient's 2-norm, or None.
         lanes: where sums may be cut (see Lanes); equal lanes, equal bits on every layout.
         seed: initial weights, dropout and the order of samples.
-        zero: 0: every rank keeps everything. 1: every rank of dp keeps and updates a shard of the optimizer
-            state; 8 / dp instead of 8 bytes per parameter with AdamW, the same traffic, the same bits.
+        zero: what the ranks of dp divide among them (see Zero), the same bits in every stage. 0: nothing. 1: the
+            optimizer state; 8 / dp instead of 8 bytes per parameter with AdamW, the same traffic. 2: gradients
+            too; 4 / dp instead of 4 bytes per parameter. 3: weights too; again 4 / dp instead of 4, half as
+            much traffic again. A `Zero` has options such as the size of buckets and hybrid sharding.
         precision: "fp32" in this version.
 
     Raises:
@@ -82,7 +85,7 @@ class Trainer:
         clip_norm: float | None = None,
         lanes: Lanes | None = None,
         seed: int = 0,
-        zero: int = 0,
+        zero: int | Zero = 0,
         precision: str = "fp32",
     ) -> None:
         check_type("model", model, GPT, "a polyreme.models.GPT")
@@ -96,9 +99,8 @@ class Trainer:
         check_type("optimizer", optimizer, optim.Optimizer, "a polyreme.AdamW or polyreme.SGD")
         if lanes is not None:
             check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")
-        zero = check_int("zero", zero, 0)
-        if zero > 1:
-            raise NotAvailable(f"zero={zero}: this version has ZeRO stages 0 and 1; use zero=1")
+        lanes = lanes or Lanes()
+        zero = Zero.of(zero)
         if precision != "fp32":
             raise NotAvailable(f"precision={precision!r}: this version computes in 'fp32'")
         global_batch = check_int("global_batch", global_batch, 1)
@@ -118,14 +120,20 @@ class Trainer:
             model._config(),
             global_batch=global_batch,
             micro_batch=micro_batch,
-            lanes_dp=(lanes or Lanes()).dp or 0,
+            lanes_dp=lanes.dp or 0,
             seed=seed,
             clip_norm=clip_norm or 0.0,
-            zero_stage=zero,
+            zero_stage=zero.stage,
+            shard_size=zero.shard_size or 0,
+            bucket_bytes=zero.bucket_bytes,
+            overlap=zero.overlap,
+            round_first=lanes.order == "round_first",
+            prefetch=zero.prefetch,
+            persist_below=zero.persist_below,
             weight_decay=optimizer.decay_of(model.param_specs()),
             **optimizer._constants(),
         )
-        self.lanes = Lanes(dp=self._engine.lanes_dp)
+        self.lanes = replace(lanes, dp=self._engine.lanes_dp)
         self._recorder = StepRecorder.from_environment(mesh.world.rank)
 
     # ---- steps ----
@@ -254,11 +262,14 @@ class Trainer:
     # ---- looking inside ----
 
     def logits(self, tokens: ArrayLike) -> NDArray[np.float32]:
-        """Scores [num_samples, seq_len, vocab] of this rank's own tokens. Not collective."""
+        """Scores [num_samples, seq_len, vocab] of this rank's own tokens, which may be none.
+
+        Collective with zero=3, where the ranks gather weights together; local otherwise.
+        """
         return self._engine.logits(_token_array(tokens, "tokens"))
 
     def parameter(self, name: str) -> NDArray[np.float32]:
-        """A copy of a parameter."""
+        """A copy of a parameter. Collective with zero=3."""
         return self._engine.read_param(name, "weight")
 
     def set_parameter(self, name: str, values: ArrayLike) -> None:
@@ -276,11 +287,11 @@ class Trainer:
         self._engine.write_param(name, array)
 
     def gradient(self, name: str) -> NDArray[np.float32]:
-        """The gradient of the last step, over all ranks, before clipping. Collective with zero=1."""
+        """The gradient of the last step, over all ranks, before clipping. Collective unless zero=0."""
         return self._engine.read_param(name, "grad")
 
     def optimizer_state(self, name: str, kind: str) -> NDArray[np.float32]:
-        """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective with zero=1."""
+        """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective unless zero=0."""
         return self._engine.read_param(name, kind)
 
     def parameter_names(self) -> list[str]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
-from helpers import HANG_S, clean_environment, json_lines
+from helpers import HANG_S, Ranks
 
 pytestmark = pytest.mark.mp
 
@@ -50,55 +47,13 @@ WAITS = {
 }
 
 
-class Ranks:
-    """Processes of one job, without a launcher. `scripts[r]` is rank r's."""
-
-    def __init__(self, scripts, **environment):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", HEAD + script],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=clean_environment(
-                    RANK=str(rank),
-                    WORLD_SIZE=str(len(scripts)),
-                    MASTER_ADDR="127.0.0.1",
-                    MASTER_PORT=str(port),
-                    POLYREME_SECRET="a secret of this test",
-                    **environment,
-                ),
-            )
-            for rank, script in enumerate(scripts)
-        ]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        for process in self.processes:
-            process.kill()
-            process.communicate()
-
-    def wait_for(self, rank, line):
-        assert line in self.processes[rank].stdout.readline(), self.processes[rank].communicate()
-
-    def end(self, rank):
-        """Its exit code, what it said and its error output."""
-        out, errors = self.processes[rank].communicate(timeout=HANG_S)
-        return self.processes[rank].returncode, json_lines(out), errors
-
-    def press_ctrl_c(self, rank):
-        """Once it has waited for a while. Returns the seconds until its end."""
-        time.sleep(0.3)
-        start = time.monotonic()
-        self.processes[rank].send_signal(signal.SIGINT)
-        self.processes[rank].wait(HANG_S)
-        return time.monotonic() - start
+def press_ctrl_c(process):
+    """Once it has waited for a while. Returns the seconds until its end."""
+    time.sleep(0.3)
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.wait(HANG_S)
+    return time.monotonic() - start
 
 
 @pytest.mark.parametrize(
@@ -106,12 +61,12 @@ class Ranks:
     [*((what, "auto") for what in WAITS), ("barrier", "tcp")],
 )
 def test_ctrl_c_ends_a_wait_and_the_others_learn_why(what, transport):
-    waiting = MEET + WAITS[what] + WAIT
-    absent = MEET + ABSENT
+    waiting = HEAD + MEET + WAITS[what] + WAIT
+    absent = HEAD + MEET + ABSENT
     with Ranks([waiting, waiting, absent], POLYREME_TRANSPORT=transport) as ranks:
         ranks.wait_for(0, "waits")
         ranks.wait_for(1, "waits")
-        seconds = ranks.press_ctrl_c(0)
+        seconds = press_ctrl_c(ranks.processes[0])
         code, told, errors = ranks.end(0)
         assert (code, told) == (-signal.SIGINT, []), errors
         assert errors.rstrip().endswith("KeyboardInterrupt"), errors
@@ -125,9 +80,9 @@ def test_ctrl_c_ends_a_wait_and_the_others_learn_why(what, transport):
 
 
 def test_ctrl_c_ends_the_search_for_the_others():
-    with Ranks(["tell(state='waits')\n" + MEET, ""]) as ranks:  # rank 1 never joins
+    with Ranks([f"{HEAD}\ntell(state='waits')\n{MEET}", ""]) as ranks:  # rank 1 never joins
         ranks.wait_for(0, "waits")
-        assert ranks.press_ctrl_c(0) < 10
+        assert press_ctrl_c(ranks.processes[0]) < 10
         code, _, errors = ranks.end(0)
         assert (code, errors.rstrip().splitlines()[-1]) == (-signal.SIGINT, "KeyboardInterrupt"), errors
 
@@ -135,8 +90,10 @@ def test_ctrl_c_ends_the_search_for_the_others():
 # A script that stops in good order sets a flag in its handler, and looks at it between two steps.
 def test_a_handler_that_does_not_raise_runs_while_its_rank_waits():
     handle = 'signal.signal(signal.SIGTERM, lambda number, frame: tell(state="handled"))'
-    patient = f"{handle}\n{MEET}\ntell(state='waits'); tell(sum=float(group.all_reduce(np.ones(1))[0]))"
-    late = MEET + "tell(state='up'); sys.stdin.readline(); group.all_reduce(np.ones(1))"
+    patient = (
+        f"{HEAD}\n{handle}\n{MEET}\ntell(state='waits'); tell(sum=float(group.all_reduce(np.ones(1))[0]))"
+    )
+    late = HEAD + MEET + "tell(state='up'); sys.stdin.readline(); group.all_reduce(np.ones(1))"
     with Ranks([patient, late]) as ranks:
         ranks.wait_for(0, "waits")
         ranks.wait_for(1, "up")

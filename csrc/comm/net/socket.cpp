@@ -39,13 +39,17 @@ AddressList resolve(const std::string& host, int port, int flags) {
   return {found, freeaddrinfo};
 }
 
-std::string address_text(const addrinfo& address) {
+std::string address_text(const sockaddr* address, socklen_t length) {
   std::array<char, NI_MAXHOST> host{};
   std::array<char, NI_MAXSERV> port{};
-  if (getnameinfo(address.ai_addr, address.ai_addrlen, host.data(), host.size(), port.data(), port.size(),
+  if (getnameinfo(address, length, host.data(), host.size(), port.data(), port.size(),
                   NI_NUMERICHOST | NI_NUMERICSERV) != 0)
     return "unknown address";
   return endpoint_text(host.data(), std::atoi(port.data()));
+}
+
+std::string address_text(const addrinfo& address) {
+  return address_text(address.ai_addr, address.ai_addrlen);
 }
 
 FileDescriptor open_socket(const addrinfo& address) {
@@ -136,6 +140,13 @@ int port_of(const FileDescriptor& socket) {
   if (address.ss_family == AF_INET) return ntohs(reinterpret_cast<const sockaddr_in&>(address).sin_port);
   if (address.ss_family == AF_INET6) return ntohs(reinterpret_cast<const sockaddr_in6&>(address).sin6_port);
   return 0;
+}
+
+std::string peer_of(const FileDescriptor& socket) {
+  sockaddr_storage peer{};
+  socklen_t length = sizeof(peer);
+  auto* address = reinterpret_cast<sockaddr*>(&peer);
+  return getpeername(socket.get(), address, &length) == 0 ? address_text(address, length) : "somebody";
 }
 
 void set_connection_options(const FileDescriptor& socket, std::chrono::milliseconds silent_limit) {

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <vector>
 
+#include "comm/blocks.h"
 #include "comm/shared_memory/direct.h"
 #include "comm/shared_memory/slices.h"
 #include "comm/tree.h"
@@ -14,10 +15,6 @@ namespace {
 
 // Below this many bytes over all ranks every rank reduces everything itself: one meeting less.
 constexpr int64_t kOneShotBytes = 32 << 10;
-
-void copy_bytes(void* to, const void* from, int64_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
-}
 
 // The blocks of a tensor that has one for each rank, of counts[r] elements, or of call.count without counts.
 class Blocks {
@@ -57,18 +54,15 @@ int64_t compare_counts(SharedGroup& group, const CollectiveCall& call, const Cal
   group.meet();
   for (int r = 0; r < group.size(); ++r)
     counts.push_back(size > 1 ? reinterpret_cast<const int64_t*>(group.staging(r, slot)) : mine.data());
+  const std::string mismatch = find_count_mismatch(
+      group.size(), [&](int from, int to) { return counts[static_cast<size_t>(from)][to]; },
+      [&](int from, int to) { return counts[static_cast<size_t>(to)][group.size() + from]; });
+  if (!mismatch.empty()) group.fail_and_throw(FailureKind::kMismatch, mismatch);
   const auto element = static_cast<int64_t>(dtype_size(call.dtype));
   int64_t longest = 0;
   for (size_t from = 0; from < size; ++from) {
     offsets[from] = element * std::accumulate(counts[from], counts[from] + group.rank(), int64_t{0});
-    for (size_t to = 0; to < size; ++to) {
-      const int64_t sent = counts[from][to], expected = counts[to][size + from];
-      if (sent != expected)
-        group.fail_and_throw(
-            FailureKind::kMismatch,
-            concat("rank ", from, " sends ", sent, " elements to rank ", to, ", which expects ", expected));
-      longest = std::max(longest, sent);
-    }
+    longest = std::max(longest, *std::max_element(counts[from], counts[from] + size));
   }
   return longest * element;
 }
