@@ -13,6 +13,8 @@ namespace polyreme::bindings {
 namespace {
 
 using IntArray = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
+using ByteArray = py::array_t<uint8_t, py::array::c_style>;
+using RangeArray = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 using FloatArray = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
 HostBatch host_batch(const IntArray& tokens, const IntArray* targets) {
@@ -26,6 +28,15 @@ HostBatch host_batch(const IntArray& tokens, const IntArray* targets) {
     batch.targets.assign(targets->data(), targets->data() + targets->size());
   }
   return batch;
+}
+
+// Rows of (part, begin, end).
+std::vector<Engine::StateRange> state_ranges(const RangeArray& ranges) {
+  require(ranges.ndim() == 2 && ranges.shape(1) == 3, "ranges: rows of (part, begin, end) are expected");
+  const auto row = ranges.unchecked<2>();
+  std::vector<Engine::StateRange> result;
+  for (py::ssize_t i = 0; i < ranges.shape(0); ++i) result.push_back({row(i, 0), row(i, 1), row(i, 2)});
+  return result;
 }
 
 py::dict stats_dict(const StepStats& stats) {
@@ -190,6 +201,44 @@ void bind_engine(py::module_& m) {
             engine.write_param(name, std::vector<float>(values.data(), values.data() + values.size()));
           },
           "name"_a, "values"_a)
+      .def("memory",
+           [](const Engine& engine) {
+             py::list terms;
+             for (const MemoryTerm& term : engine.memory())
+               terms.append(py::make_tuple(term.name, term.bytes, term.stays));
+             return terms;
+           })
+      .def("state_parts",
+           [](const Engine& engine) {
+             const std::vector<ParamSpec>& specs = engine.model().registry.specs();
+             py::list result;
+             for (const StatePart& part : engine.state_parts())
+               result.append(py::make_tuple(part.kind, specs[static_cast<size_t>(part.param)].name,
+                                            dtype_name(part.tensor.dtype()), part.begin, part.size));
+             return result;
+           })
+      .def(
+          "read_state",
+          [](Engine& engine, const RangeArray& ranges, ByteArray& to) {
+            const std::vector<Engine::StateRange> list = state_ranges(ranges);
+            const std::span<std::byte> bytes(reinterpret_cast<std::byte*>(to.mutable_data()),
+                                             static_cast<size_t>(to.nbytes()));
+            const Interruptible call(&engine.world());
+            engine.read_state(list, bytes);
+          },
+          "ranges"_a, "to"_a)
+      .def(
+          "write_state",
+          [](Engine& engine, const RangeArray& ranges, const ByteArray& data) {
+            const std::vector<Engine::StateRange> list = state_ranges(ranges);
+            const std::span<const std::byte> bytes(reinterpret_cast<const std::byte*>(data.data()),
+                                                   static_cast<size_t>(data.nbytes()));
+            const py::gil_scoped_release release;
+            engine.write_state(list, bytes);
+          },
+          "ranges"_a, "data"_a)
+      .def_property_readonly("updates", [](const Engine& engine) { return engine.updates(); })
+      .def("set_progress", &Engine::set_progress, "applied_steps"_a, "updates"_a)
       .def_property_readonly("applied_steps", &Engine::applied_steps)
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
       .def_property_readonly("num_parameters",

@@ -1,11 +1,14 @@
 #pragma once
 
+#include <cstddef>
 #include <exception>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "engine/batch.h"
+#include "engine/memory_terms.h"
 #include "engine/param_store.h"
 #include "mesh/mesh.h"
 #include "optim/optimizer.h"
@@ -20,6 +23,16 @@ struct EngineOptions {
   float clip_norm = 0;       // limit of the global gradient norm; 0: none
   ZeroOptions zero;
   OptimizerOptions optimizer;
+};
+
+// Elements [begin, begin + size) of a parameter's weight, or of one kind of its optimizer state, that this
+// rank's shard has.
+struct StatePart {
+  std::string kind;  // "weight", or a name of Optimizer::state
+  int param = 0;
+  int64_t begin = 0;
+  int64_t size = 0;
+  Tensor tensor;  // [size]
 };
 
 struct StepStats {
@@ -55,6 +68,8 @@ class Engine {
   const EngineOptions& options() const { return options_; }
   Communicator& world() const { return world_; }
   const ShardMap& map() const { return plan_.map; }
+  // What this rank's memory goes to; see memory_terms.
+  std::vector<MemoryTerm> memory() const;
   int64_t applied_steps() const { return applied_steps_; }
   int64_t local_batch() const { return options_.global_batch / dp_.size(); }
   // Copies to and from the host; reading what ZeRO has sharded is collective, writing is not: every rank
@@ -63,6 +78,22 @@ class Engine {
   // names and wrong sizes.
   std::vector<float> read_param(const std::string& name, const std::string& kind);
   void write_param(const std::string& name, const std::vector<float>& values);
+
+  // All that this rank must save, and all that it needs back to go on: by kind, then in order of the shard.
+  // The same list at every call, for the shards cover every parameter.
+  std::vector<StatePart> state_parts() const;
+  // Elements [begin, end) of a parameter, inside of state_parts()[part].
+  struct StateRange {
+    int64_t part, begin, end;
+  };
+  // Copies ranges to host memory, one after the other, and waits. Throws InvalidArgument for ranges outside
+  // their part, or another size of memory.
+  void read_state(std::span<const StateRange> ranges, std::span<std::byte> to);
+  // The inverse; weights reach the ranks that hold them whole. Collective.
+  void write_state(std::span<const StateRange> ranges, std::span<const std::byte> from);
+  // The counts behind the state. Throws InvalidArgument for negative ones, or not one for each parameter.
+  const std::vector<int64_t>& updates() const { return optimizer_->updates(); }
+  void set_progress(int64_t applied_steps, std::vector<int64_t> updates);
 
  private:
   void agree_on_settings();

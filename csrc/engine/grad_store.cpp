@@ -7,9 +7,6 @@
 namespace polyreme {
 namespace {
 
-// Buffers that may wait for their reduction beside those that backward fills: one on its way, one behind it.
-constexpr size_t kMaxInFlight = 2;
-
 size_t at(int i) { return static_cast<size_t>(i); }
 
 }  // namespace

@@ -21,6 +21,9 @@ namespace polyreme {
 // local gradient is held until the last lane ends.
 class GradStore {
  public:
+  // From stage 2 on, buffers that may wait for their reduction when backward begins another.
+  static constexpr size_t kMaxInFlight = 1;
+
   // All arguments but `options` must outlive this object.
   GradStore(Stream& compute, Stream& background, const ParamRegistry& registry, const UnitPlan& plan,
             const DpGroups& groups, int64_t local_lanes, const ZeroOptions& options);

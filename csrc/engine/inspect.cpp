@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/math.h"
 #include "engine/engine.h"
 #include "ops/update.h"
 
@@ -45,6 +46,15 @@ Tensor Engine::unit_buffer(const std::string& kind, int unit) {
     known += ", " + name;
   }
   throw InvalidArgument(concat("unknown kind '", kind, "'; expected one of ", known));
+}
+
+std::vector<MemoryTerm> Engine::memory() const {
+  const int64_t lane_samples = options_.global_batch / options_.lanes_dp;
+  return memory_terms(
+      plan_, model_.registry, optimizer_->state(),
+      {.zero = options_.zero,
+       .local_lanes = options_.lanes_dp / dp_.size(),
+       .micro_batches = options_.zero.round_first ? 1 : ceil_div(lane_samples, options_.micro_batch)});
 }
 
 std::vector<float> Engine::read_param(const std::string& name, const std::string& kind) {

@@ -43,7 +43,7 @@ struct WorldOptions {
 class World {
  public:
   // `watch`: over the other ranks; of this world alone, and on_failure breaks `communicator`.
-  World(std::unique_ptr<Store> store, std::unique_ptr<Device> device,
+  World(std::shared_ptr<Store> store, std::unique_ptr<Device> device,
         std::unique_ptr<Communicator> communicator, std::vector<std::string> hosts,
         std::shared_ptr<Journal> journal = nullptr, std::unique_ptr<Watch> watch = nullptr)
       : store_(std::move(store)),
@@ -62,6 +62,11 @@ class World {
   int size() const { return communicator_->size(); }
   Device& device() const { return *device_; }
   Communicator& communicator() const { return *communicator_; }
+  // What the ranks tell each other outside of collectives, from any thread. Keys begin with the name of the
+  // module that uses them.
+  Store& store() const { return *store_; }
+  // Every rank's `own`, by rank. Collective, on the background stream; `what` is named in errors.
+  std::vector<std::string> all_gather_bytes(const std::string& own, const std::string& what);
   // For collectives beside the host's thread; made at the first call, which one thread makes at a time.
   Stream& background();
   // Whether a fork of the world's process looks at it, which must neither use nor destroy it: its threads are
@@ -79,7 +84,7 @@ class World {
   const std::vector<std::string>& hosts() const { return hosts_; }
 
  private:
-  std::unique_ptr<Store> store_;  // rank 0 serves it until the world ends
+  std::shared_ptr<Store> store_;  // rank 0 serves it until the world ends
   std::shared_ptr<Journal> journal_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Communicator> communicator_;

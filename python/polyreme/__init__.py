@@ -10,9 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import data, errors, lr, models, schedule, testing
+    from . import checkpoint, data, errors, lr, models, schedule, testing
     from ._core import __version__
+    from .checkpoint import Checkpointer
     from .errors import (
+        CheckpointCorrupt,
+        CheckpointError,
         CollectiveMismatch,
         CommError,
         DeviceError,
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
 __all__ = [
     "SGD",
     "AdamW",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "Checkpointer",
     "CollectiveMismatch",
     "CommError",
     "DeviceError",
@@ -54,6 +60,7 @@ __all__ = [
     "World",
     "Zero",
     "__version__",
+    "checkpoint",
     "data",
     "errors",
     "generate",
@@ -69,6 +76,7 @@ _MODULE_OF = {
     **dict.fromkeys(("SGD", "AdamW"), "optim"),
     **dict.fromkeys(("StepStats", "Trainer"), "trainer"),
     **dict.fromkeys(("Lanes", "World", "init"), "world"),
+    "Checkpointer": "checkpoint",
     "Mesh": "mesh",
     "Progress": "progress",
     "Zero": "zero",
@@ -76,7 +84,7 @@ _MODULE_OF = {
     "generate": "generation",
     "measure_peak_flops": "gemm_rate",
 }
-_SUBMODULES = ("data", "errors", "lr", "models", "schedule", "testing")
+_SUBMODULES = ("checkpoint", "data", "errors", "lr", "models", "schedule", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,6 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _core, optim
+from .checkpoint import Checkpointer, Restored
+from .checkpoint.training import TrainerState
 from .checks import MAX_SEED, check_int, check_number, check_type
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
@@ -134,6 +137,7 @@ class Trainer:
             **optimizer._constants(),
         )
         self.lanes = replace(lanes, dp=self._engine.lanes_dp)
+        self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints
         self._recorder = StepRecorder.from_environment(mesh.world.rank)
 
     # ---- steps ----
@@ -173,6 +177,7 @@ class Trainer:
         validation: TokenDataset | None = None,
         validate_every: int = 0,
         validation_samples: int | None = None,
+        checkpoints: Checkpointer | None = None,
     ) -> Iterator[StepStats]:
         """Trains until `steps` updates are made in all, yielding the stats of each.
 
@@ -182,6 +187,8 @@ class Trainer:
         Args:
             validation: evaluated every `validate_every` steps (0: never between) and after the last one.
             validation_samples: samples of one evaluation; default: all.
+            checkpoints: saves as it says, and after the last step. The place in the order of samples is part of
+                the checkpoint: it is the number of updates.
 
         Raises:
             InvalidArgument: data that does not fit the model, or has fewer samples than global_batch.
@@ -200,7 +207,10 @@ class Trainer:
                 f"fit: '{data.path}' has {data.num_samples} samples, fewer than global_batch={self.global_batch}:"
                 " samples would repeat inside a batch; use more text, a shorter seq_len or a smaller global_batch"
             )
-        return self._fit(data, steps, validation, validate_every, validation_samples)
+        if checkpoints is not None:
+            check_type("fit: checkpoints", checkpoints, Checkpointer, "a polyreme.Checkpointer, or None")
+        self._check_data_facts(data)
+        return self._fit(data, steps, validation, validate_every, validation_samples, checkpoints)
 
     def _fit(
         self,
@@ -209,6 +219,7 @@ class Trainer:
         validation: TokenDataset | None,
         validate_every: int,
         validation_samples: int | None,
+        checkpoints: Checkpointer | None,
     ) -> Iterator[StepStats]:
         order = _core.SampleOrder(data.num_samples, self.seed, True)
         while self.applied_steps < steps:
@@ -222,7 +233,43 @@ class Trainer:
                 stats = replace(
                     stats, validation_loss=self.evaluate(validation, num_samples=validation_samples)
                 )
+            if checkpoints is not None:
+                checkpoints._after_step(self, stats.step, last=stats.step == steps)
             yield stats
+
+    def resume(
+        self, checkpoints: Checkpointer, *, step: int | None = None, must_exist: bool = False
+    ) -> Restored | None:
+        """Goes on from a checkpoint, whatever layout has made it; None if there is none. Collective.
+
+        With the same lanes the run continues bit for bit as if it had never stopped: weights, optimizer,
+        learning rate, order of samples.
+
+        Args:
+            step: which; default: the newest that is complete and undamaged.
+            must_exist: having none is an error, instead of a warning and a fresh start.
+
+        Raises:
+            CheckpointError: it does not fit; names all that differs. Nothing has changed.
+        """
+        check_type("resume: checkpoints", checkpoints, Checkpointer, "a polyreme.Checkpointer")
+        if must_exist or step is not None:
+            return checkpoints.load(self, step=step)
+        return checkpoints._load(self, None, True, False)
+
+    def _checkpoint_state(self) -> TrainerState:
+        return TrainerState(self)
+
+    def _check_data_facts(self, data: TokenDataset) -> None:
+        facts = {"num_samples": data.num_samples, "seq_len": data.seq_len}
+        if self._data_facts not in (None, facts) and self.mesh.world.rank == 0:
+            logging.getLogger("polyreme").warning(
+                "fit: '%s' has %s; before this run had trained on %s: the order of samples is another one",
+                data.path,
+                facts,
+                self._data_facts,
+            )
+        self._data_facts = facts
 
     def evaluate(self, data: TokenDataset, *, num_samples: int | None = None) -> float:
         """Mean loss over the first `num_samples` samples (default: all), without dropout."""
@@ -293,6 +340,20 @@ class Trainer:
     def optimizer_state(self, name: str, kind: str) -> NDArray[np.float32]:
         """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective unless zero=0."""
         return self._engine.read_param(name, kind)
+
+    def memory(self, *, step: bool = False) -> dict[str, int]:
+        """Bytes of this rank by what they are for, computed from how parameters are divided; not collective.
+
+        Without `step`, what stays between steps: weights, gradients, tied gradients (of a tied parameter's
+        further uses), lane buffers (partial sums of a rank that has several lanes), moments. With it, also the
+        most that a step adds at once: gather window (zero=3), buckets (zero=2 and 3, gradients that are not
+        reduced yet). Activations and the communicators' staging are not among them.
+
+        Example:
+            >>> sum(trainer.memory().values()) / trainer.num_parameters  # doctest: +SKIP
+            16.1
+        """
+        return {name: size for name, size, stays in self._engine.memory() if stays or step}
 
     def parameter_names(self) -> list[str]:
         """The names of all parameters, in order."""

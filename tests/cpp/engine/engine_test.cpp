@@ -152,10 +152,11 @@ TEST(Engine, TheLossIsTheMeanOverValidTokens) {
 // One step of the linear model, w = 1, on `ranks` ranks in every ZeRO stage: all report this loss and
 // gradient.
 void expect_linear(int ranks, int64_t micro_batch, const HostBatch& batch, double loss, float gradient) {
-  for (const int zero : {0, 1, 2, 3}) {
+  for (const int zero : {0, 1, 2, 3, 4}) {
     run_ranks(ranks, {}, [&](World& world) {
       EngineOptions options = linear_options(batch.num_samples, micro_batch);
-      options.zero.stage = zero;
+      options.zero.stage = std::min(zero, 3);
+      options.zero.round_first = zero == 4;
       EngineRig rig(world, linear_model(batch.seq_len), options);
       const StepStats stats = rig.step(batch, 0.5);
       EXPECT_EQ(stats.loss, loss);
