@@ -86,8 +86,9 @@ def _exchanges_of(journal: Journal, number: int) -> NDArray[Any]:
     names = journal.names["operation"]
     kind = names.index("exchange") if "exchange" in names else -1
     operations = journal.operations
-    mine = operations[(operations["operation"] == kind) & (operations["group"] == number)]
-    return mine[np.argsort(mine["sequence"], kind="stable")]
+    mine: NDArray[Any] = operations[(operations["operation"] == kind) & (operations["group"] == number)]
+    mine = mine[np.argsort(mine["sequence"], kind="stable")]
+    return mine
 
 
 def _describe(journal: Journal, operation: Any, place: dict[int, int]) -> str:
