@@ -78,7 +78,8 @@ StagePart part_of(const Model& model, const Mesh& mesh, const EngineOptions& opt
   return make_stage_part(model, schedule, mesh.coordinate("pp"), options.pipeline.split);
 }
 
-// By parameter of the part. Chunks are at different lanes at a time, so they share no unit.
+// By parameter of the part: what may share a unit. Chunks are at different lanes at a time, and shared
+// parameters are complete later.
 std::vector<int> chunk_of_params(const StagePart& part) {
   std::vector<int> chunks;
   for (size_t param = 0; param < part.registry.specs().size(); ++param) {
@@ -87,6 +88,10 @@ std::vector<int> chunk_of_params(const StagePart& part) {
     while (part.chunks[static_cast<size_t>(chunk)].end <= layer) ++chunk;
     chunks.push_back(chunk);
   }
+  int alone = static_cast<int>(part.chunks.size());
+  for (const SharedParam& shared : part.shared)
+    if (const int local = part.local[static_cast<size_t>(shared.param)]; local >= 0)
+      chunks[static_cast<size_t>(local)] = alone++;
   return chunks;
 }
 
@@ -180,6 +185,7 @@ void Engine::init_weights() {
         fill_normal(*stream_, part, static_cast<float>(init.std), key, first);
     });
   }
+  if (pipeline_) pipeline_->share_weights();
   stream_->synchronize();
 }
 
@@ -307,6 +313,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   if (valid > 0) {
     optimizer_->step(*stream_, params_.weights.own(), params_.grads.own(), {.lr = lr, .scale = clip_scale_});
     params_.weights.gather_updated();
+    if (pipeline_) pipeline_->share_weights();
   }
   if (pipeline_) pipeline_->wait();
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import polyreme as pr
 import pytest
-from helpers import batches, fingerprint, refused, token_file
+from helpers import batches, fingerprint, polyreme, refused, token_file
 from polyreme.testing import run_ranks
 
 MODEL = pr.models.Llama(layers=6, hidden=16, heads=2, kv_heads=1, vocab=31, seq_len=12)
@@ -81,6 +81,27 @@ def test_dropout_split_and_uneven_micro_batches():
         assert many(2, 2, model=GPT, **options) == one_rank(GPT)
 
 
+TIED = pr.models.GPT(layers=4, hidden=16, heads=2, vocab=31, seq_len=12, dropout=0.1)
+
+
+@pytest.mark.parametrize("kind", ["one_f_one_b", "interleaved", "zb_h1", "zb_v"])
+@pytest.mark.parametrize("dp, pp, zero", [(1, 2, 0), (2, 2, 2), (1, 3, 0), (4, 2, 1)])
+def test_a_tied_embedding_on_two_stages(kind, dp, pp, zero):
+    if KINDS[kind].chunks * pp > TIED.layers + 2:
+        pytest.skip("the model has fewer parts")
+    options = dict(model=TIED, zero=zero, micro_batch=2 if dp == 1 else 1)
+    if kind == "interleaved" and pp == 3:
+        options.update(micro_batch=2, schedule=pr.schedule.zb_h1())
+    assert many(dp * pp, pp, **{"schedule": KINDS[kind], **options}) == one_rank(TIED)
+
+
+def test_a_tied_embedding_on_the_deferred_device():
+    for seed in range(2):
+        options = dict(model=TIED, executor="deferred", seed=seed, micro_batch=2)
+        assert many(2, 2, schedule=pr.schedule.zb_v(), **options) == one_rank(TIED)
+        assert many(2, 2, **options) == one_rank(TIED)
+
+
 def test_one_stage_with_a_schedule():
     assert many(1, 1, schedule=pr.schedule.zb_v()) == one_rank()
     assert many(2, 1, schedule=pr.schedule.interleaved(3), zero=1) == one_rank()
@@ -145,8 +166,6 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
         run_ranks(ranks, lambda world: refused(error, words, lambda: train(world, pp, **options)))
 
     invalid, unavailable = pr.errors.InvalidArgument, pr.errors.NotAvailable
-    tied = pr.models.GPT(layers=2, hidden=16, heads=2, vocab=31, seq_len=12)
-    refusal(unavailable, ["wte.weight", "tied=False"], model=tied)
     refusal(unavailable, ["zero=3", "zero=2"], zero=3)
     refusal(invalid, ["[6] has 1 numbers", "2 chunks"], split=[6])
     refusal(invalid, ["has 5 layers; the model has 6"], split=[2, 3])
@@ -188,3 +207,55 @@ def test_a_number_that_is_not_finite_names_its_parameter_on_all_stages():
 
 def fingerprint_of_weights(trainer):
     return [trainer.parameter(name).tobytes() for name in trainer.parameter_names()]
+
+
+# ---- processes ----
+
+SCRIPT = """
+import os, signal, sys, threading
+import polyreme as pr
+from test_pipeline import KINDS, MODEL, train
+from helpers import batches
+
+world = pr.init(init_timeout_s=20, timeout_s=20)
+"""
+
+
+@pytest.mark.mp
+def test_processes_have_the_bits_of_one_rank(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        SCRIPT
+        + "result = train(world, 2, schedule=KINDS['zb_v'], zero=1, micro_batch=2)\nprint('RESULT', repr(result[:2]))\n"
+    )
+    done = polyreme("run", "-n", 4, path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"RESULT {one_rank()[:2]!r}") == 4
+
+
+@pytest.mark.mp
+def test_f20_a_stage_that_is_killed_is_named_with_stage_and_micro_batch(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        SCRIPT
+        + """
+model = pr.models.Llama(layers=6, hidden=192, heads=2, vocab=256, seq_len=128)
+trainer = pr.Trainer(model, pr.Mesh(world, pp=3), optimizer=pr.SGD(lr=0.1), global_batch=24)
+data = batches(1, 24, model)[0]
+trainer.step(*data)
+if world.rank == 1:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+try:
+    while True:
+        trainer.step(*data)
+except pr.errors.CommError as error:
+    print("SAW", world.rank, error, flush=True)
+    raise
+"""
+    )
+    done = polyreme("run", "-n", 3, path)
+    assert done.returncode != 0
+    seen = [line for line in done.stdout.splitlines() if "SAW" in line]
+    assert any("pipeline stage" in line and "micro-batch" in line and "rank 1" in line for line in seen), (
+        done.stdout + done.stderr
+    )

@@ -24,8 +24,12 @@ from ..checkpoint import Checkpointer
 from ..checks import check_int
 from ..environment import RankEnvironment
 from ..errors import InvalidArgument, NotAvailable
+from ..mesh import Mesh
+from ..models import GPT
+from ..optim import AdamW
+from ..trainer import Trainer
 
-__all__ = ["bench_checkpoint", "render_checkpoint"]
+__all__ = ["bench_checkpoint", "bench_training", "render_checkpoint"]
 
 _NUM_TENSORS = 60
 RIVALS = ("torch", "dcp")
@@ -206,6 +210,51 @@ def _import_torch() -> Any:
     return torch
 
 
+def bench_training(
+    model: GPT, *, repeats: int, directory: str | None = None, batch: int = 4
+) -> dict[str, Any]:
+    """What a save costs a training of one rank and one thread: blocks of steps with and without one, in turn.
+
+    slowdown_percent: of a training that saves every 100 steps.
+    """
+    world = init(environment=RankEnvironment(), num_threads=1)
+    trainer = Trainer(model, Mesh(world), optimizer=AdamW(lr=1e-4), global_batch=batch)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, model.vocab, (batch, model.seq_len + 1))
+    block = 10
+
+    def steps() -> None:
+        for _ in range(block):
+            trainer.step(tokens[:, :-1], tokens[:, 1:])
+
+    folder = tempfile.mkdtemp(prefix="polyreme-bench-", dir=directory)
+    try:
+        with Checkpointer(folder, keep=1, on_error="raise", signals=False) as checkpoints:
+            seen: dict[bool, list[float]] = {False: [], True: []}
+            stalls = []
+            for repeat in range(-1, repeats):  # the first is a warm-up
+                for saves in (False, True):
+                    start = time.perf_counter()
+                    if saves:
+                        checkpoints.save_async(trainer)
+                    steps()
+                    if repeat >= 0:
+                        seen[saves].append(time.perf_counter() - start)
+                        stalls.append(checkpoints.stats.stall_s)
+                    checkpoints.wait()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    step_s = statistics.median(seen[False]) / block
+    extra_s = statistics.median(seen[True]) - statistics.median(seen[False])
+    return {
+        "parameters": trainer.num_parameters,
+        "step_s": step_s,
+        "stall_s": statistics.median(stalls),
+        "extra_s_of_a_save": extra_s,
+        "slowdown_percent": 100 * extra_s / (100 * step_s),
+    }
+
+
 def render_checkpoint(result: dict[str, Any]) -> list[str]:
     """The result for people."""
     size = result["bytes"]
@@ -221,4 +270,11 @@ def render_checkpoint(result: dict[str, Any]) -> list[str]:
         lines.append(f"{name:10} " + " ".join(f"{cell:>18}" for cell in cells))
     lines.append(f"memcpy     {result['seconds']['plain']['memcpy_s']:8.3f} s")
     lines += [f"{name}: {ratio:.2f}" for name, ratio in result["speed_ratios"].items()]
+    if "training" in result:
+        row = result["training"]
+        lines.append(
+            f"training of {row['parameters'] / 1e6:.1f} M parameters: step {row['step_s']:.3f} s, stall"
+            f" {row['stall_s']:.3f} s, a save costs {row['extra_s_of_a_save']:.3f} s:"
+            f" {row['slowdown_percent']:.2f} % at one in 100 steps"
+        )
     return lines

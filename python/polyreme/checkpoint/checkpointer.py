@@ -381,6 +381,12 @@ class Checkpointer:
         else:
             steps = [check_int("load: step", step, 0, names.MAX_STEP)]
         facts = {"steps": steps, "error": ""}
+        if (
+            core.rank == 0
+            and step is not None
+            and step not in (there := names.complete_steps(self.directory))
+        ):
+            facts["error"] = f"there is no committed checkpoint of step {step}; there are {there[-8:]}"
         steps = require_agreement(core, f"load from '{self.directory}'", facts)[0]["steps"]
         for i, candidate in enumerate(steps):
             try:

@@ -41,6 +41,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     checkpoint.add_argument(
         "--against", default="", metavar="LIST", help="torch, dcp (torch.distributed.checkpoint)"
     )
+    checkpoint.add_argument(
+        "--train", action="store_true", help="also what saves cost a training (4 layers x 256, vocab 8192)"
+    )
     checkpoint.add_argument("--json", action="store_true", help="print the result as JSON")
     scaling = bench_scaling.add_parser(kinds)
     for each in (gemm, step, scaling):
@@ -130,11 +133,15 @@ def _comm(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _checkpoint(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    from polyreme.bench.checkpoint import bench_checkpoint, render_checkpoint
+    from polyreme.bench.checkpoint import bench_checkpoint, bench_training, render_checkpoint
+    from polyreme.models import GPT
 
     result = bench_checkpoint(
         num_bytes=args.mib << 20, repeats=args.repeats, directory=args.directory, against=_names(args.against)
     )
+    if args.train:
+        model = GPT(layers=4, hidden=256, heads=4, vocab=8192, seq_len=256)
+        result["training"] = bench_training(model, repeats=args.repeats, directory=args.directory)
     return result, render_checkpoint(result)
 
 
