@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
+#include "bindings/interruptible.h"
 #include "bindings/optimizer_options.h"
 #include "engine/engine.h"
 #include "mesh/world.h"
@@ -174,7 +175,7 @@ void bind_engine(py::module_& m) {
                                          .optimizer = optimizer_options(optimizer),
                                          .pipeline = {.schedule = schedule, .split = std::move(split)}};
              // Not as a call_guard, under which pybind11 would register the new object too.
-             const py::gil_scoped_release release;
+             const Interruptible call(&world.communicator());
              return std::make_unique<Engine>(world.device(), mesh, build_model(config), options);
            }),
            "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
@@ -186,7 +187,7 @@ void bind_engine(py::module_& m) {
           [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
             StepStats stats;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               stats = engine.train_step(data, order, step, lr);
             }
             return stats_dict(stats);
@@ -198,7 +199,7 @@ void bind_engine(py::module_& m) {
             const HostBatch batch = host_batch(tokens, &targets);
             StepStats stats;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               stats = engine.train_step(batch, lr);
             }
             return stats_dict(stats);
@@ -209,7 +210,7 @@ void bind_engine(py::module_& m) {
           [](Engine& engine, const TokenDataset& data, int64_t first, int64_t num_samples) {
             StepStats stats;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               stats = engine.evaluate(data, first, num_samples);
             }
             return stats_dict(stats);
@@ -222,7 +223,7 @@ void bind_engine(py::module_& m) {
             FloatArray result({batch.num_samples, batch.seq_len, engine.model().vocab});
             std::vector<float> values;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               values = engine.logits(batch);
             }
             std::copy(values.begin(), values.end(), result.mutable_data());
@@ -236,7 +237,7 @@ void bind_engine(py::module_& m) {
             FloatArray result(std::vector<py::ssize_t>(shape.begin(), shape.end()));
             std::vector<float> values;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               values = engine.read_param(name, kind);
             }
             std::copy(values.begin(), values.end(), result.mutable_data());
@@ -249,7 +250,11 @@ void bind_engine(py::module_& m) {
             engine.write_param(name, std::vector<float>(values.data(), values.data() + values.size()));
           },
           "name"_a, "values"_a)
-      .def("check_replicas", &Engine::check_replicas, py::call_guard<py::gil_scoped_release>())
+      .def("check_replicas",
+           [](Engine& engine) {
+             const Interruptible call(&engine.world());
+             return engine.check_replicas();
+           })
       .def("memory",
            [](const Engine& engine) {
              py::list terms;
@@ -272,7 +277,7 @@ void bind_engine(py::module_& m) {
             const std::vector<Engine::StateRange> list = state_ranges(ranges);
             const std::span<std::byte> bytes(reinterpret_cast<std::byte*>(to.mutable_data()),
                                              static_cast<size_t>(to.nbytes()));
-            const py::gil_scoped_release release;
+            const Interruptible call(&engine.world());
             engine.read_state(list, bytes);
           },
           "ranges"_a, "to"_a)

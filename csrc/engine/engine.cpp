@@ -106,6 +106,7 @@ UnitPlan shared_kept_whole(UnitPlan plan, const StagePart& part) {
 
 Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& options)
     : device_(device),
+      world_(mesh.world()),
       dp_(mesh.group({"dp"})),
       dp_rank_(mesh.coordinate("dp")),
       model_(std::move(model)),

@@ -85,6 +85,7 @@ class Engine {
 
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
+  Communicator& world() const { return world_; }
   // Of this rank's stage.
   const ShardMap& map() const { return plan_.map; }
   // Elements of all parameters of the model.
@@ -160,6 +161,7 @@ class Engine {
   Stream& background() const { return background_ ? *background_ : *stream_; }
 
   Device& device_;
+  Communicator& world_;
   Communicator& dp_;
   int dp_rank_;
   Model model_;

@@ -57,6 +57,7 @@ class World:
         # before the interpreter does.
         weakref.finalize(self, core.leave)
         weakref.finalize(self, core.stop_background, "the process is ending")
+        weakref.finalize(self, _report_last_exception, core)
 
     @property
     def rank(self) -> int:
@@ -209,6 +210,16 @@ def _report_unhandled_exceptions(core: _core.World) -> None:
             world.report_failure(f"{kind.__name__}: {error}")
 
     sys.excepthook = hook
+
+
+def _report_last_exception(core: _core.World) -> None:
+    """At the end of the process. A hook that was set after ours may have kept the exception from it.
+
+    Where somebody types, an exception does not end the process.
+    """
+    error = getattr(sys, "last_value", None)
+    if error is not None and not hasattr(sys, "ps1") and not sys.flags.interactive:
+        core.report_failure(f"{type(error).__name__}: {error}")
 
 
 def _default_threads(env: RankEnvironment) -> int:
