@@ -141,10 +141,11 @@ def test_clipping_scales_the_gradient_to_the_limit():
     run_ranks(1, run)
 
 
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_16_bits_are_as_close_to_float64_as_pytorch(dtype):
+def test_16_bits_are_as_close_to_float64_as_pytorch(dtype, name):
     """Loss and gradients of the first step from the same 16-bit weights; PyTorch stores the same tensors narrow."""
-    model = pr.models.GPT(**MODELS["tied"])
+    model = MODELS[name]
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     precision = pr.Precision(dtype=dtype, loss_scale=1024)
 
