@@ -299,8 +299,8 @@ TEST(NarrowAmx, GemmFollowsItsRule) {
     int64_t m, n, k, unit;
   };
   // Parts of tiles and panels, units that are not whole granules, and more granules than one step has.
-  for (const Case& size :
-       std::vector<Case>{{1, 1, 1, 0}, {33, 50, 90, 30}, {70, 35, 64, 64}, {5, 40, 2100, 0}}) {
+  for (const Case& size : std::vector<Case>{
+           {1, 1, 1, 0}, {33, 50, 90, 30}, {70, 35, 64, 64}, {5, 40, 2100, 0}, {3, 20, 4200, 0}}) {
     const auto [m, n, k, k_unit] = size;
     const int64_t unit = k_unit > 0 ? k_unit : k;
     const auto start = random_floats(static_cast<size_t>(m * n), 4),
@@ -340,6 +340,23 @@ TEST(NarrowAmx, GemmFollowsItsRule) {
       expect_same_bits(got, sums);
     }
   }
+}
+
+TEST(NarrowAmx, ALongSumOverRoundsOfRowsIsTheRoundedFp32One) {
+  if (supported_isas().back() != Isa::kAmx)
+    GTEST_SKIP() << "this CPU has no AMX-BF16, or the system keeps it";
+  constexpr int64_t kM = 2300, kN = 1000, kK = 4128;  // 9.2 MB of sums
+  Rig rig({.isa = "amx"});
+  const auto operand = [&](const Shape& shape, uint64_t seed) {
+    const Tensor wide = rig.empty_f32(shape);
+    fill_normal(rig.stream(), wide, 1.0f, {seed}, 0);
+    return rig.cast_to(DType::kBF16, wide);
+  };
+  const Tensor a = operand({kM, kK}, 1), b = operand({kK, kN}, 2);
+  const Tensor wide = rig.empty_f32({kM, kN}), narrow = empty_of(rig, DType::kBF16, {kM, kN});
+  gemm(rig.stream(), a, b, wide, false);
+  gemm(rig.stream(), a, b, narrow, false);
+  expect_rounded(rig, narrow, wide, "gemm");
 }
 
 TEST(Narrow, GemmAccumulatesInFp32Only) {

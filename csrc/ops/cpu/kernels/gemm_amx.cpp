@@ -6,7 +6,9 @@
 //   panel    two tiles a granule for 32 lines, granule after granule
 //   group    panels of A, up to kGroupBytes: read once for every slab
 //   slab     panels of B, up to kSlabBytes: stays in L2 while the panels of A pass
-//   step     up to kStepGranules where C is fp32, which keeps the sums in between
+//   step     up to kStepGranules; C keeps the sums in between, or where it is narrow fp32 memory for a round
+//   of
+//            its rows. Up to kMostGranulesInRegisters a narrow C takes one step, its sums stay in registers.
 //
 // Accumulator: four tiles of C, fp32, in registers over all granules of a step. Bytes: a granule of a panel
 // of each operand (4 KiB) from L2 for 32 x 32 x 32 multiply-adds.
@@ -28,6 +30,8 @@ constexpr int64_t kGranuleBytes = kGranuleElements * static_cast<int64_t>(sizeof
 constexpr int64_t kGroupBytes = int64_t{4} << 20;
 constexpr int64_t kSlabBytes = int64_t{1} << 20;
 constexpr int64_t kStepGranules = 64;
+constexpr int64_t kMostGranulesInRegisters = 2 * kStepGranules;
+constexpr int64_t kSumsBytes = int64_t{8} << 20;
 
 // An operand: `lines` of k elements, one of the two strides being 1.
 struct Operand {
@@ -157,21 +161,31 @@ POLYREME_INLINE void store_rounded(bf16* to, v16f x, TailLanes tail) {
   _mm256_mask_storeu_epi16(to, lane_mask_bits(tail.n), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
 }
 
-// The rectangle of C that a pair of panels makes, where it is not a whole fp32 one without bias.
+// C [rows, cols] = sums (+ bias), rows of which are sums_stride apart. `bias` may be null.
 template <typename T>
-void finish_edge(const GemmArgs& g, const float* sums, int64_t i, int64_t j, bool with_bias) {
-  const int64_t rows = smaller(g.m - i, kPanelLines), cols = smaller(g.n - j, kPanelLines);
-  T* to = static_cast<T*>(g.c) + i * g.c_row_stride + j;
-  for (int64_t r = 0; r < rows; ++r, to += g.c_row_stride, sums += kPanelLines) {
+void finish_as(T* to, int64_t stride, const float* sums, int64_t sums_stride, int64_t rows, int64_t cols,
+               const float* bias) {
+  for (int64_t r = 0; r < rows; ++r, to += stride, sums += sums_stride) {
     for_lanes(cols, [=](int64_t c, auto lanes) {
       v16f x = load(sums + c, lanes);
-      if (with_bias) x = x + load(g.bias + j + c, lanes);
+      if (bias != nullptr) x = x + load(bias + c, lanes);
       if constexpr (sizeof(T) == sizeof(bf16))
         store_rounded(to + c, x, lanes);
       else
         store(to + c, x, lanes);
     });
   }
+}
+
+// The rectangle of C from (i, j) on.
+void finish(const GemmArgs& g, const float* sums, int64_t sums_stride, int64_t i, int64_t j, int64_t rows,
+            int64_t cols, bool with_bias) {
+  void* const to = advance(g.c_type, g.c, i * g.c_row_stride + j);
+  const float* const bias = with_bias ? g.bias + j : nullptr;
+  if (g.c_type == Element::kF32)
+    finish_as(static_cast<float*>(to), g.c_row_stride, sums, sums_stride, rows, cols, bias);
+  else
+    finish_as(static_cast<bf16*>(to), g.c_row_stride, sums, sums_stride, rows, cols, bias);
 }
 
 void load_edge(const GemmArgs& g, float* sums, int64_t i, int64_t j) {
@@ -193,10 +207,7 @@ void multiply_pair(const GemmArgs& g, int64_t i, int64_t j, int64_t granules, co
   alignas(64) float sums[kPanelLines * kPanelLines];
   if (continues) load_edge(g, sums, i, j);
   multiply_panels(granules, a, b, sums, kPanelLines, continues);
-  if (g.c_type == Element::kF32)
-    finish_edge<float>(g, sums, i, j, with_bias);
-  else
-    finish_edge<bf16>(g, sums, i, j, with_bias);
+  finish(g, sums, kPanelLines, i, j, smaller(g.m - i, kPanelLines), smaller(g.n - j, kPanelLines), with_bias);
 }
 
 int64_t step_granules(const GemmArgs& g) {
@@ -220,15 +231,42 @@ void configure_tiles() {
   _tile_loadconfig(config);
 }
 
-int64_t scratch_bytes(const GemmArgs& g) {
+// A narrow C whose sum takes many granules: its fp32 sums are kept between steps, for so many rows at once.
+bool keeps_sums(const GemmArgs& g) {
+  return g.c_type != Element::kF32 && num_granules(g) > kMostGranulesInRegisters;
+}
+int64_t sums_stride(const GemmArgs& g) { return round_up(g.n, kSide); }
+int64_t round_rows(const GemmArgs& g) {
+  const int64_t rows = kSumsBytes / (sums_stride(g) * static_cast<int64_t>(sizeof(float)));
+  return smaller(g.m, rows < kPanelLines ? kPanelLines : rows / kPanelLines * kPanelLines);
+}
+
+// The product of one round as one with a C of fp32.
+GemmArgs sums_of(const GemmArgs& g, int64_t first_row, float* sums) {
+  GemmArgs round = g;
+  round.m = smaller(round_rows(g), g.m - first_row);
+  round.a = advance(g.a_type, g.a, first_row * g.a_row_stride);
+  round.c = sums;
+  round.c_type = Element::kF32;
+  round.c_row_stride = sums_stride(g);
+  round.bias = nullptr;
+  return round;
+}
+
+int64_t packed_bytes(const GemmArgs& g) {
   const int64_t granules = step_granules(g);
   const int64_t panels =
       (lines_within(kGroupBytes, granules, g.m) + lines_within(kSlabBytes, granules, g.n)) / kPanelLines;
   return panels * granules * kGranuleBytes;
 }
 
-void multiply_serial(const GemmArgs& g, void* scratch) {
-  configure_tiles();
+int64_t scratch_bytes(const GemmArgs& g) {
+  if (!keeps_sums(g)) return packed_bytes(g);
+  return round_rows(g) * sums_stride(g) * static_cast<int64_t>(sizeof(float)) +
+         packed_bytes(sums_of(g, 0, nullptr));
+}
+
+void multiply_steps(const GemmArgs& g, void* scratch) {
   const int64_t total = num_granules(g), step = step_granules(g);
   const int64_t group = lines_within(kGroupBytes, step, g.m), slab = lines_within(kSlabBytes, step, g.n);
   const Operand a = make_operand(g, g.a, g.a_row_stride, g.a_col_stride, g.m);
@@ -251,6 +289,20 @@ void multiply_serial(const GemmArgs& g, void* scratch) {
                           packed_b + j / kPanelLines * panel, g.accumulate || begin > 0, is_last);
       }
     }
+  }
+}
+
+void multiply_serial(const GemmArgs& g, void* scratch) {
+  configure_tiles();
+  if (keeps_sums(g)) {
+    float* const sums = static_cast<float*>(scratch);
+    for (int64_t i = 0; i < g.m; i += round_rows(g)) {
+      const GemmArgs round = sums_of(g, i, sums);
+      multiply_steps(round, sums + round_rows(g) * sums_stride(g));
+      finish(g, sums, sums_stride(g), i, 0, round.m, g.n, g.bias != nullptr);
+    }
+  } else {
+    multiply_steps(g, scratch);
   }
   _tile_release();
 }
