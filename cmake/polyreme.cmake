@@ -31,6 +31,9 @@ set(POLYREME_ISAS avx2 avx512)
 set(POLYREME_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)
 set(POLYREME_ISA_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
 
+# The level amx is avx512 but for the kernels that are compiled for it alone.
+set(POLYREME_ISA_FLAGS_amx ${POLYREME_ISA_FLAGS_avx512} -mavx512bf16 -mamx-tile -mamx-bf16)
+
 # polyreme_module(name SOURCES ... DEPENDS ...): the static library polyreme_<name> of csrc/<name>.
 # DEPENDS is the rule of layering: a module can include only what it links.
 function(polyreme_module name)
@@ -42,10 +45,16 @@ function(polyreme_module name)
   endforeach()
 endfunction()
 
-# polyreme_isa_sources(target files...): adds the files to the target, compiled once per level.
+# polyreme_isa_sources(target [LEVEL level] files...): adds the files to the target, compiled once per level, or for
+# one level alone.
 function(polyreme_isa_sources target)
-  foreach(isa ${POLYREME_ISAS})
-    add_library(${target}_${isa} OBJECT ${ARGN})
+  cmake_parse_arguments(ARG "" "LEVEL" "" ${ARGN})
+  set(isas ${POLYREME_ISAS})
+  if(ARG_LEVEL)
+    set(isas ${ARG_LEVEL})
+  endif()
+  foreach(isa ${isas})
+    add_library(${target}_${isa} OBJECT ${ARG_UNPARSED_ARGUMENTS})
     target_compile_options(${target}_${isa} PRIVATE ${POLYREME_ISA_FLAGS_${isa}})
     target_compile_definitions(${target}_${isa} PRIVATE POLYREME_ISA=${isa})
     target_link_libraries(${target}_${isa} PRIVATE polyreme_flags)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 # CMake puts the objects of target T into T.dir; polyreme_isa_sources names targets <target>_<isa>.
-TARGET = re.compile(r"_(avx2|avx512)\.dir$")
+TARGET = re.compile(r"_(avx2|avx512|amx)\.dir$")
 
 
 def exported(objects: list[Path]) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
+#include "bindings/interruptible.h"
 #include "bindings/optimizer_options.h"
 #include "engine/engine.h"
 #include "mesh/world.h"
@@ -42,7 +43,8 @@ std::vector<Engine::StateRange> state_ranges(const RangeArray& ranges) {
 
 py::dict stats_dict(const StepStats& stats) {
   return py::dict("loss"_a = stats.loss, "grad_norm"_a = stats.grad_norm, "tokens"_a = stats.tokens,
-                  "valid_tokens"_a = stats.valid_tokens);
+                  "valid_tokens"_a = stats.valid_tokens, "loss_scale"_a = stats.loss_scale,
+                  "skipped"_a = stats.skipped, "not_finite"_a = stats.not_finite);
 }
 
 py::dict cost_dict(const Cost& cost) {
@@ -82,21 +84,58 @@ void bind_model(py::module_& m) {
   py::class_<GptConfig>(m, "GptConfig")
       .def(py::init([](int64_t layers, int64_t hidden, int64_t heads, int64_t vocab, int64_t seq_len,
                        int64_t mlp_hidden, float dropout, bool tied, float layer_norm_eps, double init_std,
-                       bool recompute) {
-             return GptConfig{layers,  hidden, heads,          vocab,    seq_len,  mlp_hidden,
-                              dropout, tied,   layer_norm_eps, init_std, recompute};
+                       bool recompute, const std::string& dtype, const std::string& norm_dtype,
+                       const std::string& logits_dtype) {
+             return GptConfig{.layers = layers,
+                              .hidden = hidden,
+                              .heads = heads,
+                              .vocab = vocab,
+                              .seq_len = seq_len,
+                              .mlp_hidden = mlp_hidden,
+                              .dropout = dropout,
+                              .tied = tied,
+                              .layer_norm_eps = layer_norm_eps,
+                              .init_std = init_std,
+                              .recompute = recompute,
+                              .dtype = dtype_from_name(dtype),
+                              .norm_dtype = dtype_from_name(norm_dtype),
+                              .logits_dtype = dtype_from_name(logits_dtype)};
            }),
            py::kw_only(), "layers"_a, "hidden"_a, "heads"_a, "vocab"_a, "seq_len"_a, "mlp_hidden"_a,
-           "dropout"_a, "tied"_a, "layer_norm_eps"_a, "init_std"_a, "recompute"_a);
+           "dropout"_a, "tied"_a, "layer_norm_eps"_a, "init_std"_a, "recompute"_a, "dtype"_a, "norm_dtype"_a,
+           "logits_dtype"_a);
+  py::class_<LossScalerOptions>(m, "LossScalerOptions")
+      .def(py::init([](bool dynamic, double initial, double growth, double backoff, int64_t interval,
+                       double minimum, double maximum, int64_t hysteresis) {
+             return LossScalerOptions{dynamic,  initial, growth,  backoff,
+                                      interval, minimum, maximum, hysteresis};
+           }),
+           py::kw_only(), "dynamic"_a, "initial"_a, "growth"_a, "backoff"_a, "interval"_a, "minimum"_a,
+           "maximum"_a, "hysteresis"_a);
   py::class_<LlamaConfig>(m, "LlamaConfig")
       .def(py::init([](int64_t layers, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t mlp_hidden,
                        int64_t vocab, int64_t seq_len, double rope_theta, float norm_eps, double init_std,
-                       bool tied, bool recompute) {
-             return LlamaConfig{layers,  hidden,     heads,    kv_heads, mlp_hidden, vocab,
-                                seq_len, rope_theta, norm_eps, init_std, tied,       recompute};
+                       bool tied, bool recompute, const std::string& dtype, const std::string& norm_dtype,
+                       const std::string& logits_dtype) {
+             return LlamaConfig{.layers = layers,
+                                .hidden = hidden,
+                                .heads = heads,
+                                .kv_heads = kv_heads,
+                                .mlp_hidden = mlp_hidden,
+                                .vocab = vocab,
+                                .seq_len = seq_len,
+                                .rope_theta = rope_theta,
+                                .norm_eps = norm_eps,
+                                .init_std = init_std,
+                                .tied = tied,
+                                .recompute = recompute,
+                                .dtype = dtype_from_name(dtype),
+                                .norm_dtype = dtype_from_name(norm_dtype),
+                                .logits_dtype = dtype_from_name(logits_dtype)};
            }),
            py::kw_only(), "layers"_a, "hidden"_a, "heads"_a, "kv_heads"_a, "mlp_hidden"_a, "vocab"_a,
-           "seq_len"_a, "rope_theta"_a, "norm_eps"_a, "init_std"_a, "tied"_a, "recompute"_a);
+           "seq_len"_a, "rope_theta"_a, "norm_eps"_a, "init_std"_a, "tied"_a, "recompute"_a, "dtype"_a,
+           "norm_dtype"_a, "logits_dtype"_a);
   m.def(
       "model_param_specs", [](const ModelConfig& config) { return spec_list(build_model(config)); },
       "config"_a);
@@ -116,7 +155,8 @@ void bind_engine(py::module_& m) {
       .def(py::init([](World& world, Mesh& mesh, const ModelConfig& config, int64_t global_batch,
                        int64_t micro_batch, int64_t lanes_dp, uint64_t seed, float clip_norm, int zero_stage,
                        int64_t shard_size, int64_t bucket_bytes, bool overlap, bool round_first,
-                       int64_t prefetch, int64_t persist_below, const py::dict& optimizer,
+                       int64_t prefetch, int64_t persist_below, const LossScalerOptions& loss_scale,
+                       int64_t max_skipped, const py::dict& optimizer,
                        const std::optional<pipeline::Schedule>& schedule, std::vector<int> split) {
              const EngineOptions options{.global_batch = global_batch,
                                          .micro_batch = micro_batch,
@@ -130,22 +170,24 @@ void bind_engine(py::module_& m) {
                                                   .round_first = round_first,
                                                   .prefetch = prefetch,
                                                   .persist_below = persist_below},
+                                         .loss_scale = loss_scale,
+                                         .max_skipped = max_skipped,
                                          .optimizer = optimizer_options(optimizer),
                                          .pipeline = {.schedule = schedule, .split = std::move(split)}};
              // Not as a call_guard, under which pybind11 would register the new object too.
-             const py::gil_scoped_release release;
+             const Interruptible call(&world.communicator());
              return std::make_unique<Engine>(world.device(), mesh, build_model(config), options);
            }),
            "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
            "seed"_a, "clip_norm"_a, "zero_stage"_a, "shard_size"_a, "bucket_bytes"_a, "overlap"_a,
-           "round_first"_a, "prefetch"_a, "persist_below"_a, "optimizer"_a, "schedule"_a, "split"_a,
-           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+           "round_first"_a, "prefetch"_a, "persist_below"_a, "loss_scale"_a, "max_skipped"_a, "optimizer"_a,
+           "schedule"_a, "split"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def(
           "train_step",
           [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
             StepStats stats;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               stats = engine.train_step(data, order, step, lr);
             }
             return stats_dict(stats);
@@ -157,7 +199,7 @@ void bind_engine(py::module_& m) {
             const HostBatch batch = host_batch(tokens, &targets);
             StepStats stats;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               stats = engine.train_step(batch, lr);
             }
             return stats_dict(stats);
@@ -168,7 +210,7 @@ void bind_engine(py::module_& m) {
           [](Engine& engine, const TokenDataset& data, int64_t first, int64_t num_samples) {
             StepStats stats;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               stats = engine.evaluate(data, first, num_samples);
             }
             return stats_dict(stats);
@@ -181,7 +223,7 @@ void bind_engine(py::module_& m) {
             FloatArray result({batch.num_samples, batch.seq_len, engine.model().vocab});
             std::vector<float> values;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               values = engine.logits(batch);
             }
             std::copy(values.begin(), values.end(), result.mutable_data());
@@ -195,7 +237,7 @@ void bind_engine(py::module_& m) {
             FloatArray result(std::vector<py::ssize_t>(shape.begin(), shape.end()));
             std::vector<float> values;
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&engine.world());
               values = engine.read_param(name, kind);
             }
             std::copy(values.begin(), values.end(), result.mutable_data());
@@ -208,7 +250,11 @@ void bind_engine(py::module_& m) {
             engine.write_param(name, std::vector<float>(values.data(), values.data() + values.size()));
           },
           "name"_a, "values"_a)
-      .def("check_replicas", &Engine::check_replicas, py::call_guard<py::gil_scoped_release>())
+      .def("check_replicas",
+           [](Engine& engine) {
+             const Interruptible call(&engine.world());
+             return engine.check_replicas();
+           })
       .def("memory",
            [](const Engine& engine) {
              py::list terms;
@@ -231,7 +277,7 @@ void bind_engine(py::module_& m) {
             const std::vector<Engine::StateRange> list = state_ranges(ranges);
             const std::span<std::byte> bytes(reinterpret_cast<std::byte*>(to.mutable_data()),
                                              static_cast<size_t>(to.nbytes()));
-            const py::gil_scoped_release release;
+            const Interruptible call(&engine.world());
             engine.read_state(list, bytes);
           },
           "ranges"_a, "to"_a)
@@ -246,8 +292,18 @@ void bind_engine(py::module_& m) {
           },
           "ranges"_a, "data"_a)
       .def_property_readonly("updates", [](const Engine& engine) { return engine.updates(); })
-      .def("set_progress", &Engine::set_progress, "applied_steps"_a, "updates"_a)
+      .def("set_progress", &Engine::set_progress, "applied_steps"_a, "skipped_steps"_a, "updates"_a)
       .def_property_readonly("applied_steps", &Engine::applied_steps)
+      .def_property_readonly("skipped_steps", &Engine::skipped_steps)
+      .def_property(
+          "loss_scaler_state",
+          [](Engine& engine) {
+            const LossScalerState& state = engine.loss_scaler().state();
+            return std::tuple(state.scale, state.good_steps, state.hysteresis_left);
+          },
+          [](Engine& engine, const std::tuple<double, int64_t, int64_t>& state) {
+            engine.loss_scaler().load({std::get<0>(state), std::get<1>(state), std::get<2>(state)});
+          })
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
       .def_property_readonly("num_parameters", [](const Engine& engine) { return engine.num_parameters(); });
 }

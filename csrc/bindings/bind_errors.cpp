@@ -2,6 +2,7 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "bindings/interruptible.h"
 
 namespace py = pybind11;
 
@@ -20,7 +21,7 @@ void bind_errors(py::module_&) {
   py::register_exception_translator([](std::exception_ptr pointer) {
     if (!pointer) return;
     // A Ctrl-C that came while the call ran is the cause of what it threw, or at least the wish of the user.
-    if (PyErr_CheckSignals() != 0) return;
+    if (restore_interrupt() || PyErr_CheckSignals() != 0) return;
     try {
       std::rethrow_exception(pointer);
     } catch (const InvalidArgument& error) {

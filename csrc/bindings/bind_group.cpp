@@ -3,6 +3,7 @@
 #include "base/fork.h"
 #include "bindings/array_view.h"
 #include "bindings/bindings.h"
+#include "bindings/interruptible.h"
 #include "mesh/mesh.h"
 #include "mesh/world.h"
 
@@ -22,15 +23,17 @@ ReduceOp reduce_op(const std::string& name) {
 // A collective in flight, for Python; holds the arrays by its stream until it has run.
 class PendingWork {
  public:
-  explicit PendingWork(std::unique_ptr<Work> work) : work_(std::move(work)) {}
+  PendingWork(std::unique_ptr<Work> work, Communicator& group) : work_(std::move(work)), group_(group) {}
   void wait() {
     fork_guard_.require_own("this work");
+    const Interruptible call(&group_);
     if (work_) work_->wait();
     work_.reset();
   }
 
  private:
   std::unique_ptr<Work> work_;
+  Communicator& group_;
   ForkGuard fork_guard_;
 };
 
@@ -85,6 +88,7 @@ class ArrayGroup {
   }
   void set_label(const std::string& label) { group_.set_label(label); }
   void barrier(double timeout_s) {
+    const Interruptible call(&group_);
     group_.barrier(std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)));
   }
 
@@ -94,9 +98,9 @@ class ArrayGroup {
   }
   template <typename Call>
   PendingWork issue(const Call& call) {
-    Stream& stream = world_.background();  // under the GIL: one thread makes it
-    const py::gil_scoped_release release;
-    return PendingWork(call(stream));
+    Stream& stream = world_.background();        // under the GIL: one thread makes it
+    const Interruptible interruptible(&group_);  // the deferred executor may run it, and wait, here
+    return PendingWork(call(stream), group_);
   }
 
   World& world_;
@@ -106,8 +110,7 @@ class ArrayGroup {
 }  // namespace
 
 void bind_group(py::module_& m) {
-  py::class_<PendingWork>(m, "Work").def("wait", &PendingWork::wait,
-                                         py::call_guard<py::gil_scoped_release>());
+  py::class_<PendingWork>(m, "Work").def("wait", &PendingWork::wait);
 
   // What Python gets of a collective keeps its group itself (polyreme.group.Work): pybind11 would look at the
   // result of a call whose arguments it could not convert.
@@ -126,7 +129,7 @@ void bind_group(py::module_& m) {
       .def("all_to_all", &ArrayGroup::all_to_all, "input"_a, "output"_a, "send_counts"_a, "receive_counts"_a)
       .def("exchange", &ArrayGroup::exchange, "sends"_a, "receives"_a)
       .def("set_label", &ArrayGroup::set_label, "label"_a)
-      .def("barrier", &ArrayGroup::barrier, "timeout_s"_a, py::call_guard<py::gil_scoped_release>());
+      .def("barrier", &ArrayGroup::barrier, "timeout_s"_a);
 }
 
 }  // namespace polyreme::bindings

@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
+#include "bindings/interruptible.h"
 #include "mesh/mesh.h"
 #include "mesh/world.h"
 
@@ -36,7 +37,7 @@ void bind_mesh(py::module_& m) {
       .def(py::init([](const World& world, const MeshLayout& layout,
                        const std::vector<std::vector<std::string>>& groups) {
              // Not as a call_guard, under which pybind11 would register the new object too.
-             const py::gil_scoped_release release;
+             const Interruptible call(&world.communicator());
              return std::make_unique<Mesh>(world.communicator(), layout, groups);
            }),
            "world"_a, "layout"_a, "groups"_a, py::keep_alive<1, 2>())

@@ -13,26 +13,33 @@ using namespace py::literals;
 namespace polyreme::bindings {
 namespace {
 
-// Seconds of the fastest of `repeats` products c += op(a) op(b) of the given sizes on the world's device.
+// Seconds of the fastest of `repeats` products of the given sizes on the world's device, as training makes
+// them: c += op(a) op(b), c being fp32, or for operands of 16 bits c = op(a) op(b) rounded to their dtype,
+// but for the gradient of weights (a transposed).
 double time_gemm(const World& world, int64_t m, int64_t n, int64_t k, bool transpose_a, bool transpose_b,
-                 int repeats) {
+                 int repeats, const std::string& dtype_text) {
+  const DType dtype = dtype_from_name(dtype_text);
   require(m >= 1 && n >= 1 && k >= 1 && repeats >= 1, "time_gemm: sizes ", m, ", ", n, ", ", k,
           " and repeats ", repeats, " must be at least 1");
   Device& device = world.device();
   const auto stream = device.create_stream("gemm");
   const auto operand = [&](int64_t rows, int64_t cols, bool transposed, uint32_t key) {
-    const Tensor tensor =
-        empty(device, DType::kF32, transposed ? Shape{cols, rows} : Shape{rows, cols}, "operand");
-    fill_normal(*stream, tensor, 1.0f, {key}, 0);
+    const Shape shape = transposed ? Shape{cols, rows} : Shape{rows, cols};
+    const Tensor wide = empty(device, DType::kF32, shape, "operand");
+    fill_normal(*stream, wide, 1.0f, {key}, 0);
+    const Tensor tensor = dtype == DType::kF32 ? wide : empty(device, dtype, shape, "operand");
+    if (dtype != DType::kF32) cast(*stream, wide, tensor);
     return transposed ? tensor.transpose(0, 1) : tensor;
   };
   const Tensor a = operand(m, k, transpose_a, 1);
   const Tensor b = operand(k, n, transpose_b, 2);
-  const Tensor c = operand(m, n, false, 3);
+  const bool accumulate = dtype == DType::kF32 || transpose_a;
+  const Tensor c = empty(device, accumulate ? DType::kF32 : dtype, {m, n}, "result");
+  fill(*stream, c, 0.0f);
   double best = 0;
   for (int i = 0; i <= repeats; ++i) {  // the first one warms up
     const int64_t start = FlightRecorder::now_ns();
-    gemm(*stream, a, b, c, /*accumulate=*/true);
+    gemm(*stream, a, b, c, accumulate);
     stream->synchronize();
     const double seconds = static_cast<double>(FlightRecorder::now_ns() - start) * 1e-9;
     if (i == 1 || (i > 1 && seconds < best)) best = seconds;
@@ -132,7 +139,7 @@ std::pair<double, double> time_rule(const World& world, const std::string& rule,
 
 void bind_ops(py::module_& m) {
   m.def("time_gemm", &time_gemm, "world"_a, py::kw_only(), "m"_a, "n"_a, "k"_a, "transpose_a"_a,
-        "transpose_b"_a, "repeats"_a, py::call_guard<py::gil_scoped_release>());
+        "transpose_b"_a, "repeats"_a, "dtype"_a, py::call_guard<py::gil_scoped_release>());
   m.def("time_collective", &time_collective, "world"_a, "op"_a, "count"_a, "iterations"_a, "staged"_a,
         py::call_guard<py::gil_scoped_release>());
   m.def("time_rule", &time_rule, "world"_a, "rule"_a, "count"_a, "repeats"_a,

@@ -5,6 +5,7 @@
 
 #include "bindings/array_view.h"
 #include "bindings/bindings.h"
+#include "bindings/interruptible.h"
 #include "bindings/optimizer_options.h"
 #include "mesh/mesh.h"
 #include "mesh/world.h"
@@ -35,27 +36,28 @@ class ArrayOptimizer {
   ArrayOptimizer(World& world, const Mesh& mesh, const std::vector<std::string>& axes,
                  const std::vector<ParamTuple>& params, const ShardedOptimizerOptions& options)
       : device_(world.device()),
+        world_(world.communicator()),
         core_(device_, world.background(), mesh.group(axes), specs_of(params), options) {}
 
   void add(int param, const py::object& grad) {
     const std::string& name = core_.specs().at(static_cast<size_t>(param)).name;
     try {
       const Tensor tensor = view_of(device_, grad, false, "gradient");
-      const py::gil_scoped_release release;
+      const Interruptible call(&world_);
       core_.gradients().add(param, tensor);
     } catch (const InvalidArgument& error) {
       throw InvalidArgument(concat("gradient of '", name, "': ", error.what()));
     }
   }
   void end_micro_batch() {
-    const py::gil_scoped_release release;
+    const Interruptible call(&world_);
     core_.gradients().end_micro_batch();
   }
   void restart() { core_.gradients().restart(); }
   py::dict step(double lr, double loss_scale, int64_t count, bool counted) {
     ShardedStepResult result;
     {
-      const py::gil_scoped_release release;
+      const Interruptible call(&world_);
       result = core_.step({.lr = lr, .loss_scale = loss_scale, .count = count, .counted = counted});
     }
     return py::dict("grad_norm"_a = result.grad_norm, "count"_a = result.count, "applied"_a = result.applied,
@@ -66,12 +68,12 @@ class ArrayOptimizer {
     std::vector<Tensor> out;
     for (size_t i = 0; i < arrays.size(); ++i)
       out.push_back(arrays[i].is_none() ? Tensor() : view_of(device_, arrays[i], true, name_of(i)));
-    const py::gil_scoped_release release;
+    const Interruptible call(&world_);
     core_.read(kind, out);
   }
   void write(const std::string& kind, int param, const py::object& array) {
     const Tensor values = view_of(device_, array, false, name_of(static_cast<size_t>(param)));
-    const py::gil_scoped_release release;
+    const Interruptible call(&world_);
     core_.write(kind, param, values);
   }
   // This rank's part of a kind of state: (param, first element, float32 values).
@@ -102,6 +104,7 @@ class ArrayOptimizer {
   std::string name_of(size_t param) const { return concat("'", core_.specs().at(param).name, "'"); }
 
   Device& device_;
+  Communicator& world_;
   ShardedOptimizer core_;
 };
 
@@ -131,7 +134,7 @@ class ArrayNorm {
     stream_->synchronize();
   }
   void reduce(const Mesh& mesh, const std::vector<std::string>& axes) {
-    const py::gil_scoped_release release;
+    const Interruptible call(&mesh.group(axes));
     mesh.group(axes)
         .all_reduce(sums_, std::isinf(p_) ? ReduceOp::kMax : ReduceOp::kSum, *stream_)
         ->wait_on(*stream_);
@@ -210,7 +213,7 @@ void bind_optim(py::module_& m) {
                                                    .clip_norm = clip_norm,
                                                    .norm_type = norm_type,
                                                    .rule = optimizer_options(rule)};
-             const py::gil_scoped_release release;
+             const Interruptible call(&world.communicator());
              return std::make_unique<ArrayOptimizer>(world, mesh, axes, params, options);
            }),
            "world"_a, "mesh"_a, "axes"_a, "params"_a, py::kw_only(), "stage"_a, "lanes"_a, "micro_batches"_a,

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
+#include "bindings/interruptible.h"
 #include "mesh/world.h"
 
 namespace py = pybind11;
@@ -40,8 +41,11 @@ void bind_world(py::module_& m) {
       .def_property_readonly("device_description", [](const World& w) { return w.device().description(); })
       .def(
           "barrier",
-          [](const World& w, double timeout_s) { w.communicator().barrier(milliseconds(timeout_s)); },
-          "timeout_s"_a = 600.0, py::call_guard<py::gil_scoped_release>())
+          [](const World& w, double timeout_s) {
+            const Interruptible call(&w.communicator());
+            w.communicator().barrier(milliseconds(timeout_s));
+          },
+          "timeout_s"_a = 600.0)
       .def(
           "all_gather_bytes",
           [](World& w, const py::bytes& data, const std::string& what) {
@@ -49,7 +53,7 @@ void bind_world(py::module_& m) {
             std::vector<std::string> all;
             w.background();  // under the GIL: one thread makes it
             {
-              const py::gil_scoped_release release;
+              const Interruptible call(&w.communicator());
               all = w.all_gather_bytes(own, what);
             }
             py::list result;
@@ -128,7 +132,7 @@ void bind_world(py::module_& m) {
                                    .peer_timeout = milliseconds(peer_timeout_s),
                                    .record_dir = record_dir,
                                    .device = device_options(num_threads, isa, executor, schedule_seed)};
-        const py::gil_scoped_release release;
+        const Interruptible call;
         return make_world(options).release();
       },
       py::return_value_policy::take_ownership, py::kw_only(), "rank"_a, "size"_a, "master_addr"_a,

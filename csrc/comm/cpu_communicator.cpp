@@ -11,13 +11,14 @@ namespace {
 
 // Runs `body` as `call`, which was posted, and completes it.
 template <typename Body>
-void run_posted(Transport& group, const CollectiveCall& call, const JournalEntry& entry, const Body& body) {
+void run_posted(Transport& group, const CollectiveCall& call, const JournalEntry& entry, bool at_once,
+                const Body& body) {
   struct Ending {  // of the entry, by an exception too
     const JournalEntry& entry;
     bool failed = true;
     ~Ending() { entry.end(failed); }
   } ending{entry};
-  entry.start();
+  entry.start(at_once);
   group.throw_if_failed();
   CallLedger::Line& line = group.ledger().of(call.op);
   if (call.sequence != CallLedger::sequence_of(line.completed) + 1) {
@@ -31,8 +32,10 @@ void run_posted(Transport& group, const CollectiveCall& call, const JournalEntry
   ending.failed = false;
 }
 
-// A collective that was issued. Shared by the stream, the Work and the order; only the stream's
-// share keeps the group, so that a group is left when its last collective has run or was dropped.
+}  // namespace
+
+// Shared by the stream, the Work and the order; only the stream's share keeps the group, so that a group is
+// left when its last collective has run or was dropped.
 struct PendingCall {
   PendingCall(const CollectiveCall& issued, CallMemory issued_memory, JournalEntry journal_entry)
       : call(issued), memory(std::move(issued_memory)), entry(std::move(journal_entry)) {}
@@ -43,11 +46,18 @@ struct PendingCall {
   JournalEntry entry;
   std::atomic<State> state = State::kWaiting;  // written by the thread that runs the stream
   std::exception_ptr error;                    // before kFailed
+  bool at_once = false;                        // of its stream
 
+  void reuse(const CollectiveCall& issued, CallMemory issued_memory, JournalEntry journal_entry) {
+    call = issued;
+    memory = std::move(issued_memory);
+    entry = std::move(journal_entry);
+    state.store(State::kWaiting, std::memory_order_relaxed);
+  }
   void execute(Transport& group) {
     try {
-      run_posted(group, call, entry, [&] { group.run(call, memory, group.timeout()); });
-      state = State::kDone;
+      run_posted(group, call, entry, at_once, [&] { group.run(call, memory, group.timeout()); });
+      state.store(State::kDone, std::memory_order_release);
     } catch (const std::exception& failure) {
       error = std::current_exception();
       state = State::kFailed;
@@ -57,6 +67,8 @@ struct PendingCall {
     }
   }
 };
+
+namespace {
 
 // Of a collective that the device ran while it was enqueued.
 class CompletedWork final : public Work {
@@ -155,31 +167,54 @@ SingleUser::Guard CpuCommunicator::enter() {
 }
 
 std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory memory,
-                                             std::vector<Access> accesses, Stream& stream) {
+                                             std::span<const Use> uses, Stream& stream) {
   transport_->throw_if_failed();
   CpuStream& cpu_stream = as_cpu(stream);
   CallLedger::Line& line = transport_->ledger().of(call.op);
   call.sequence = CallLedger::sequence_of(line.posted) + 1;
-  const auto pending =
-      std::make_shared<PendingCall>(call, std::move(memory), journal_.enqueue(call, bytes_of(call)));
+  JournalParts parts;
+  for (const CallMemory::Part& part : memory.parts) parts.add(part.kind == Transfer::Kind::kSend, part.peer);
+  JournalEntry entry = journal_.enqueue(call, bytes_of(call), parts);
+  std::shared_ptr<PendingCall> pending = std::exchange(spare_, nullptr);
+  if (pending) {
+    pending->reuse(call, std::move(memory), std::move(entry));
+  } else {
+    pending = std::make_shared<PendingCall>(call, std::move(memory), std::move(entry));
+  }
   const OpInfo info{.name = collective_name(call.op), .kind = OpKind::kCollective, .bytes = bytes_of(call)};
   order_->put_before(stream);
-  const uint64_t before = line.posted.exchange(CallLedger::mark_of(call), std::memory_order_relaxed);
+  const uint64_t before = line.posted.load(std::memory_order_relaxed);  // written by this thread alone
+  line.posted.store(CallLedger::mark_of(call), std::memory_order_relaxed);
   try {
-    cpu_stream.enqueue(info, std::move(accesses),
-                       [group = transport_, pending](const CpuContext&) { pending->execute(*group); });
+    enqueue(cpu_stream, info, uses, pending);
   } catch (...) {
     line.posted.store(before, std::memory_order_relaxed);  // the device refused it: it was never issued
     pending->entry.withdraw();
     throw;
   }
-  if (pending->state == PendingCall::State::kDone) return std::make_unique<CompletedWork>();
+  if (pending->state == PendingCall::State::kDone) {
+    if (pending.use_count() == 1) spare_ = std::move(pending);
+    return std::make_unique<CompletedWork>();
+  }
   std::shared_ptr<Event> done = stream.device().create_event();
   stream.record(*done);
   order_->last = pending;
   order_->done = done;
   order_->device = &stream.device();
   return std::make_unique<CpuWork>(transport_, pending, std::move(done), stream);
+}
+
+void CpuCommunicator::enqueue(CpuStream& stream, const OpInfo& info, std::span<const Use> uses,
+                              const std::shared_ptr<PendingCall>& pending) {
+  pending->at_once = stream.runs_at_once();
+  if (pending->at_once)  // the common case of small calls: no memory, no counting of owners
+    return stream.enqueue(info, {}, [group = transport_.get(), call = pending.get()](const CpuContext&) {
+      call->execute(*group);
+    });
+  std::vector<Access> accesses;
+  for (const Use& use : uses) accesses.push_back(use.write ? writes(use.tensor) : reads(use.tensor));
+  stream.enqueue(info, std::move(accesses),
+                 [group = transport_, pending](const CpuContext&) { pending->execute(*group); });
 }
 
 Tensor CpuCommunicator::allocate(Device& device, DType dtype, const Shape& shape, const char* label) {
@@ -200,7 +235,7 @@ Tensor CpuCommunicator::allocate(Device& device, DType dtype, const Shape& shape
 std::unique_ptr<Work> CpuCommunicator::all_reduce(const Tensor& data, ReduceOp op, Stream& stream) {
   const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_all_reduce(data, op);
-  return issue(call, in_place(data), {writes(data)}, stream);
+  return issue(call, in_place(data), {{data, true}}, stream);
 }
 
 std::unique_ptr<Work> CpuCommunicator::reduce_scatter(const Tensor& input, const Tensor& output, ReduceOp op,
@@ -208,7 +243,7 @@ std::unique_ptr<Work> CpuCommunicator::reduce_scatter(const Tensor& input, const
   const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_reduce_scatter(input, output, op, rank(), size());
   return issue(call, {.input = input.raw_address(), .output = output.raw_address()},
-               {reads(input), writes(output)}, stream);
+               {{input, false}, {output, true}}, stream);
 }
 
 std::unique_ptr<Work> CpuCommunicator::all_gather(const Tensor& input, const Tensor& output, Stream& stream,
@@ -219,13 +254,13 @@ std::unique_ptr<Work> CpuCommunicator::all_gather(const Tensor& input, const Ten
                {.input = input.raw_address(),
                 .output = output.raw_address(),
                 .receive_counts = {counts.begin(), counts.end()}},
-               {reads(input), writes(output)}, stream);
+               {{input, false}, {output, true}}, stream);
 }
 
 std::unique_ptr<Work> CpuCommunicator::broadcast(const Tensor& data, int root, Stream& stream) {
   const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_broadcast(data, root, size());
-  return issue(call, in_place(data), {root == rank() ? reads(data) : writes(data)}, stream);
+  return issue(call, in_place(data), {{data, root != rank()}}, stream);
 }
 
 std::unique_ptr<Work> CpuCommunicator::all_to_all(const Tensor& input, const Tensor& output, Stream& stream,
@@ -238,21 +273,21 @@ std::unique_ptr<Work> CpuCommunicator::all_to_all(const Tensor& input, const Ten
                 .output = output.raw_address(),
                 .send_counts = {send_counts.begin(), send_counts.end()},
                 .receive_counts = {receive_counts.begin(), receive_counts.end()}},
-               {reads(input), writes(output)}, stream);
+               {{input, false}, {output, true}}, stream);
 }
 
 std::unique_ptr<Work> CpuCommunicator::exchange(std::span<const Transfer> transfers, Stream& stream) {
   const SingleUser::Guard guard = enter();
   const CollectiveCall call = check_exchange(transfers, rank(), size());
   CallMemory memory;
-  std::vector<Access> accesses;
+  std::vector<Use> uses;
   for (const Transfer& transfer : transfers) {
     const Tensor& tensor = transfer.tensor;
-    accesses.push_back(transfer.kind == Transfer::Kind::kSend ? reads(tensor) : writes(tensor));
+    uses.push_back({tensor, transfer.kind == Transfer::Kind::kReceive});
     memory.parts.push_back(
         {transfer.kind, transfer.peer, tensor.raw_address(), tensor.numel(), tensor.dtype()});
   }
-  return issue(call, std::move(memory), std::move(accesses), stream);
+  return issue(call, std::move(memory), uses, stream);
 }
 
 void CpuCommunicator::run_on_host(CollectiveOp op, const std::function<void(const CollectiveCall&)>& body) {
@@ -261,7 +296,7 @@ void CpuCommunicator::run_on_host(CollectiveOp op, const std::function<void(cons
   CallLedger::Line& line = transport_->ledger().of(op);
   const CollectiveCall call{.sequence = CallLedger::sequence_of(line.posted) + 1, .op = op};
   line.posted.store(CallLedger::mark_of(call), std::memory_order_relaxed);
-  run_posted(*transport_, call, journal_.enqueue(call, 0), [&] { body(call); });
+  run_posted(*transport_, call, journal_.enqueue(call, 0), true, [&] { body(call); });
 }
 
 void CpuCommunicator::barrier(std::chrono::milliseconds limit) {

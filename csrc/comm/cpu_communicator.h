@@ -25,7 +25,7 @@ class SingleUser {
     template <typename Group>
     Guard(SingleUser& owner, const Group& group) : Guard(owner, group.name(), group.rank()) {}
     ~Guard() {
-      if (outermost_) user_.store(std::thread::id{});
+      if (outermost_) user_.store(std::thread::id{}, std::memory_order_release);
     }
     Guard(const Guard&) = delete;
     Guard& operator=(const Guard&) = delete;
@@ -44,6 +44,9 @@ class SingleUser {
 // The order in which one rank's collectives run, over a communicator and those split from it. It is the same
 // on all ranks only if one thread issues them.
 struct IssueOrder;
+
+// A collective that was issued.
+struct PendingCall;
 
 // A communicator on the CPU device: what all transports share. It checks arguments, gives calls their place
 // in streams and their sequence numbers, and hands them to the transport one by one.
@@ -80,8 +83,18 @@ class CpuCommunicator final : public Communicator {
   void attach();
 
  private:
-  std::unique_ptr<Work> issue(CollectiveCall call, CallMemory memory, std::vector<Access> accesses,
+  struct Use {
+    const Tensor& tensor;
+    bool write;
+  };
+  std::unique_ptr<Work> issue(CollectiveCall call, CallMemory memory, std::span<const Use> uses,
                               Stream& stream);
+  std::unique_ptr<Work> issue(CollectiveCall call, CallMemory memory, std::initializer_list<Use> uses,
+                              Stream& stream) {
+    return issue(call, std::move(memory), std::span(uses.begin(), uses.size()), stream);
+  }
+  void enqueue(CpuStream& stream, const OpInfo& info, std::span<const Use> uses,
+               const std::shared_ptr<PendingCall>& pending);
   // Before any use. Throws InvalidArgument for a second thread and in a fork.
   SingleUser::Guard enter();
   // Runs `body` as a call of the host's thread, after all collectives that were issued before.
@@ -90,6 +103,7 @@ class CpuCommunicator final : public Communicator {
   std::shared_ptr<Transport> transport_;
   GroupJournal journal_;
   std::shared_ptr<IssueOrder> order_;
+  std::shared_ptr<PendingCall> spare_;  // of a call that has run, for the next one
   int exceptions_at_birth_;
   ForkGuard fork_guard_;
 };

@@ -173,7 +173,7 @@ uint32_t Journal::add_group(std::string_view name, int rank, int size, const Ori
 }
 
 uint64_t Journal::enqueue(uint32_t group, const CollectiveCall& call, int64_t num_bytes,
-                          const char (&label)[kLabelBytes]) noexcept {
+                          const char (&label)[kLabelBytes], const JournalParts& parts) noexcept {
   const uint64_t ticket = header().num_operations.fetch_add(1, std::memory_order_relaxed);
   Operation& slot = ring_[ticket % num_slots_];
   // Acquires, so that what is written below stays below; a fence would do, but ThreadSanitizer knows none.
@@ -191,6 +191,9 @@ uint64_t Journal::enqueue(uint32_t group, const CollectiveCall& call, int64_t nu
   slot.reduction = static_cast<uint8_t>(call.reduce);
   slot.state.store(static_cast<uint8_t>(OperationState::kEnqueued), std::memory_order_relaxed);
   std::memcpy(slot.label, label, kLabelBytes);
+  slot.num_parts = parts.num;
+  slot.counts_hash = call.counts_hash;
+  std::memcpy(slot.parts, parts.first, sizeof(slot.parts));
   slot.mark.store(2 * ticket + 2, std::memory_order_release);
   return ticket;
 }
@@ -201,10 +204,10 @@ Operation* Journal::slot_of(uint64_t ticket) const {
   return slot.mark.load(std::memory_order_acquire) == 2 * ticket + 2 ? &slot : nullptr;
 }
 
-void Journal::start(uint64_t ticket) noexcept {
+void Journal::start(uint64_t ticket, bool at_once) noexcept {
   Operation* const slot = slot_of(ticket);
   if (slot == nullptr) return;
-  slot->started_ns.store(clock_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
+  slot->started_ns.store(at_once ? slot->enqueued_ns : clock_ns(CLOCK_MONOTONIC), std::memory_order_relaxed);
   slot->state.store(static_cast<uint8_t>(OperationState::kRunning), std::memory_order_release);
 }
 

@@ -21,8 +21,9 @@ enum class JournalEvent : uint32_t { kNone, kStall, kFailure };
 namespace journal_layout {
 
 inline constexpr char kMagic[8] = {'P', 'L', 'Y', 'J', 'R', 'N', 'L', '\n'};
-inline constexpr uint32_t kVersion = 1;
+inline constexpr uint32_t kVersion = 2;
 inline constexpr size_t kLabelBytes = 32;
+inline constexpr size_t kMaxParts = 4;
 
 struct Header {
   std::atomic<uint64_t> magic;  // the bytes of kMagic
@@ -75,7 +76,9 @@ struct Operation {
   uint8_t operation, dtype, reduction;
   std::atomic<uint8_t> state;  // OperationState
   char label[kLabelBytes];
-  char reserved[28];
+  uint32_t num_parts;        // of an exchange; the first ones are told
+  uint64_t counts_hash;      // of the call
+  int32_t parts[kMaxParts];  // the peer of a send; of a receive, ~peer
 };
 
 static_assert(sizeof(Header) <= 4096 && sizeof(Group) == 96 && sizeof(EventRecord) == 512 &&
@@ -91,6 +94,16 @@ struct JournalOptions {
   int world_size = 1;
   std::string job_id;
   uint32_t num_slots = 1 << 14;  // operations in the ring
+};
+
+// With whom a rank exchanges.
+struct JournalParts {
+  uint32_t num = 0;
+  int32_t first[journal_layout::kMaxParts] = {};
+  void add(bool sends, int peer) {
+    if (num < journal_layout::kMaxParts) first[num] = sends ? peer : ~peer;
+    ++num;
+  }
 };
 
 // What one process did in its groups: a ring of the last operations. In a file the ring is mapped memory,
@@ -117,8 +130,9 @@ class Journal {
 
   // Returns a ticket for the functions below.
   uint64_t enqueue(uint32_t group, const CollectiveCall& call, int64_t num_bytes,
-                   const char (&label)[journal_layout::kLabelBytes]) noexcept;
-  void start(uint64_t ticket) noexcept;
+                   const char (&label)[journal_layout::kLabelBytes], const JournalParts& parts = {}) noexcept;
+  // `at_once`: when it was enqueued, for which no clock is read again.
+  void start(uint64_t ticket, bool at_once = false) noexcept;
   void end(uint64_t ticket, bool failed) noexcept;
   // It was never issued: the device refused it.
   void withdraw(uint64_t ticket) noexcept;
@@ -154,8 +168,8 @@ class JournalEntry {
   JournalEntry() = default;
   JournalEntry(std::shared_ptr<Journal> journal, uint64_t ticket)
       : journal_(std::move(journal)), ticket_(ticket) {}
-  void start() const noexcept {
-    if (journal_) journal_->start(ticket_);
+  void start(bool at_once = false) const noexcept {
+    if (journal_) journal_->start(ticket_, at_once);
   }
   void end(bool failed) const noexcept {
     if (journal_) journal_->end(ticket_, failed);
@@ -182,9 +196,10 @@ class GroupJournal {
 
   // Goes with the operations that are enqueued from now on; cut to 32 bytes.
   void set_label(std::string_view label) noexcept;
-  JournalEntry enqueue(const CollectiveCall& call, int64_t num_bytes) const noexcept {
+  JournalEntry enqueue(const CollectiveCall& call, int64_t num_bytes,
+                       const JournalParts& parts = {}) const noexcept {
     if (!journal_) return {};
-    return {journal_, journal_->enqueue(group_, call, num_bytes, label_)};
+    return {journal_, journal_->enqueue(group_, call, num_bytes, label_, parts)};
   }
 
  private:

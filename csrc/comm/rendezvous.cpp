@@ -143,8 +143,9 @@ class Meeting {
     const int num_joined = options_.world_size - static_cast<int>(missing.size());
     std::string list = ranks_text(missing);
     list = list.substr(list.find(' ') + 1);
-    const std::string state =
-        concat(num_joined, "/", options_.world_size, " joined, waiting for rank(s) ", list);
+    std::string state = concat(num_joined, "/", options_.world_size, " joined, waiting for rank(s) ", list);
+    if (const std::string refusals = store_.refusals(); !refusals.empty())
+      state += concat("; the store ", refusals);
     if (Clock::now() >= deadline_) {
       judge(kTimedOut, concat(state, "; gave up after ", static_cast<double>(options_.limit.count()) / 1000,
                               " s. Were all ranks started, and can they reach rank 0?"));

@@ -21,6 +21,9 @@ class Store {
   // Adds to an integer key (0 at first) and returns the sum. Throws InvalidArgument if the key holds
   // something else.
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
+  // For people who wait for ranks that do not come: whom the store did not admit. Empty if there is nobody,
+  // and where it is not served.
+  virtual std::string refusals() const { return ""; }
 };
 
 }  // namespace polyreme

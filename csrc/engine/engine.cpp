@@ -36,6 +36,8 @@ EngineOptions checked(EngineOptions options, const Communicator& dp) {
   check_lanes("dp", options.lanes_dp, ranks);
   check_zero(options.zero, ranks);
   require(options.micro_batch >= 1, "micro_batch=", options.micro_batch, "; expected at least 1");
+  require(options.max_skipped >= -1, "max_skipped=", options.max_skipped,
+          "; expected -1 (any number) or more");
   require(options.clip_norm >= 0, "clip_norm=", options.clip_norm, "; expected 0 (no limit) or more");
   require(options.global_batch >= ranks, "global_batch=", options.global_batch, " is less than dp=", ranks,
           ": some ranks would have no sample; use at least one sample per rank");
@@ -104,6 +106,7 @@ UnitPlan shared_kept_whole(UnitPlan plan, const StagePart& part) {
 
 Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& options)
     : device_(device),
+      world_(mesh.world()),
       dp_(mesh.group({"dp"})),
       dp_rank_(mesh.coordinate("dp")),
       model_(std::move(model)),
@@ -119,13 +122,14 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
                          options_of(part_, options_.optimizer), chunk_of_params(part_)),
           part_)),
       params_(*stream_, background(), part_.registry, plan_, groups_, options_.lanes_dp / dp_.size(),
-              options_.zero, part_.local),
+              options_.zero, options_.loss_scale.dynamic || options_.max_skipped != 0, part_.local),
       optimizer_(make_optimizer(*stream_, plan_.map, groups_.shard_rank(),
                                 groups_.num_shards() > 1 ? &groups_.shard() : nullptr,
                                 options_of(part_, options_.optimizer))),
       loss_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "loss sum")),
       square_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "squared gradient sum")),
-      clip_scale_(empty(device, DType::kF32, {1}, "clip scale")) {
+      clip_scale_(empty(device, DType::kF32, {1}, "clip scale")),
+      scaler_(options_.loss_scale) {
   if (options_.pipeline.schedule) {
     const auto expected = static_cast<int64_t>(micro_ranges().size());
     require(options_.pipeline.schedule->micro_batches == expected, "the schedule is for ",
@@ -141,6 +145,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
 
 void Engine::agree_on_settings() {
   const ZeroOptions& zero = options_.zero;
+  const LossScalerOptions& scale = options_.loss_scale;
   std::string split;
   for (const int blocks : options_.pipeline.split) split += concat(blocks, " ");
   agree_everywhere(
@@ -152,7 +157,10 @@ void Engine::agree_on_settings() {
        // These change the collectives of a step only where rounds or gathers depend on them.
        fact("micro_batch", zero.round_first || zero.stage == 3 ? options_.micro_batch : 0),
        fact("prefetch", zero.prefetch), fact("persist_below", zero.persist_below),
-       fact("optimizer", describe(options_.optimizer)),
+       fact("loss_scale",
+            concat(scale.dynamic, " ", scale.initial, " ", scale.growth, " ", scale.backoff, " ",
+                   scale.interval, " ", scale.minimum, " ", scale.maximum, " ", scale.hysteresis)),
+       fact("max_skipped", options_.max_skipped), fact("optimizer", describe(options_.optimizer)),
        fact("schedule", options_.pipeline.schedule ? pipeline::to_text(*options_.pipeline.schedule) : "none"),
        fact("split of layers", split)},
       nullptr);
@@ -179,7 +187,8 @@ void Engine::init_weights() {
     const ParamInit& init = specs[i].init;
     const RandomKey key{options_.seed, RandomPurpose::kInit, static_cast<uint32_t>(text_hash(specs[i].name)),
                         0};
-    params_.weights.for_each_part(static_cast<int>(i), [&](const Tensor& part, int64_t first) {
+    params_.weights.write(static_cast<int>(i), [&](const Tensor& part, int64_t first) {
+      if (init.kind == ParamInit::Kind::kZeros) fill(*stream_, part, 0.0f);
       if (init.kind == ParamInit::Kind::kOnes) fill(*stream_, part, 1.0f);
       if (init.kind == ParamInit::Kind::kNormal)
         fill_normal(*stream_, part, static_cast<float>(init.std), key, first);
@@ -270,7 +279,25 @@ void Engine::measure_gradient() {
   if (groups_.num_shards() > 1)
     groups_.shard().all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   sum_along_pp(square_sum_);
-  clip_scale(*stream_, square_sum_, options_.clip_norm, clip_scale_);
+  clip_scale(*stream_, square_sum_, options_.clip_norm, clip_scale_, 1.0 / scaler_.scale());
+}
+
+StepStats Engine::skip_step(StepStats stats) {
+  stats.skipped = true;
+  stats.not_finite = what_is_not_finite();
+  const LossScalerOptions& scale = scaler_.options();
+  const bool can_back_off = scale.dynamic && scaler_.scale() > scale.minimum;
+  scaler_.update(/*overflowed=*/true);
+  if (can_back_off || options_.max_skipped < 0 || ++skipped_in_a_row_ <= options_.max_skipped) {
+    ++skipped_steps_;
+    return stats;
+  }
+  const std::string before =
+      options_.max_skipped == 0 ? "" : concat(" after ", options_.max_skipped, " skipped steps in a row");
+  throw NumericError(
+      concat("step ", applied_steps_ + 1, before, ": loss ", stats.loss, "; ", stats.not_finite,
+             scale.dynamic ? ", and the loss scale is at its minimum" : "",
+             ". Nothing was updated. Lower the learning rate or set clip_norm, and check the data"));
 }
 
 double Engine::read_sum(const Tensor& limbs) {
@@ -306,7 +333,8 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   const WaitAtExit wait(*stream_), wait_background(background());
   const DeviceBatch on_device = upload(*stream_, batch);
   zero_limbs(*stream_, loss_sum_);
-  run_lanes(on_device, valid == 0 ? 0.0f : static_cast<float>(1.0 / static_cast<double>(valid)));
+  const double loss_scale = grad_scale_ = scaler_.scale();
+  run_lanes(on_device, valid == 0 ? 0.0f : static_cast<float>(loss_scale / static_cast<double>(valid)));
   dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   sum_along_pp(loss_sum_);
   measure_gradient();
@@ -318,17 +346,16 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   }
   if (pipeline_) pipeline_->wait();
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
-  const double norm = std::sqrt(read_sum(square_sum_));
+  const double norm = std::sqrt(read_sum(square_sum_)) / loss_scale;
   background().synchronize();  // a gather that failed
-  if (!std::isfinite(norm) || !std::isfinite(loss))
-    throw NumericError(
-        concat("step ", applied_steps_ + 1, ": loss ", loss, "; ", what_is_not_finite(),
-               ". Nothing was updated. Lower the learning rate or set clip_norm, and check the data"));
-  if (valid > 0) {
-    ++applied_steps_;
-    optimizer_->applied();
-  }
-  return {loss, norm, options_.global_batch * batch.seq_len, valid};
+  const StepStats stats{loss, norm, options_.global_batch * batch.seq_len, valid, loss_scale};
+  if (!std::isfinite(norm) || !std::isfinite(loss)) return skip_step(stats);
+  if (valid == 0) return stats;
+  ++applied_steps_;
+  skipped_in_a_row_ = 0;
+  optimizer_->applied();
+  scaler_.update(/*overflowed=*/false);
+  return stats;
 }
 
 StepStats Engine::train_step(const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
@@ -438,7 +465,8 @@ std::vector<float> Engine::logits(const HostBatch& batch) {
     return result;
   }
   const Context context = make_context(upload(*stream_, batch), 0, batch.num_samples, 0, /*training=*/false);
-  copy_to_host(*stream_, run_forward(model_, layers, context, params_.weights, {}, nullptr), result.data());
+  const Tensor scores = run_forward(model_, layers, context, params_.weights, {}, nullptr);
+  copy_to_host(*stream_, wide(*stream_, scores), result.data());
   stream_->synchronize();
   return result;
 }
@@ -458,7 +486,8 @@ std::vector<float> Engine::pipeline_logits(const HostBatch& batch, const std::ex
   };
   pipeline_->forward(std::move(run));
   const Tensor& output = pipeline_->output();
-  const Tensor logits = output.defined() ? output : empty(device_, DType::kF32, shape, "logits");
+  const Tensor logits =
+      output.defined() ? wide(*stream_, output) : empty(device_, DType::kF32, shape, "logits");
   stages.broadcast(logits, pipeline_->last_stage(), *stream_)->wait_on(*stream_);
   pipeline_->wait();
   copy_to_host(*stream_, logits, result.data());

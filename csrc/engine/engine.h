@@ -14,6 +14,7 @@
 #include "engine/pipeline_run.h"
 #include "mesh/agreement.h"
 #include "mesh/mesh.h"
+#include "optim/loss_scaler.h"
 #include "optim/optimizer.h"
 
 namespace polyreme {
@@ -31,6 +32,11 @@ struct EngineOptions {
   uint64_t seed = 0;         // initial weights, dropout
   float clip_norm = 0;       // limit of the global gradient norm; 0: none
   ZeroOptions zero;
+  LossScalerOptions loss_scale = {.dynamic = false, .initial = 1};
+  // Steps in a row that are skipped because the gradient or the loss is not finite, before it is an error;
+  // -1: any number. One that a dynamic loss scale answers by backing off is always skipped and does not
+  // count.
+  int64_t max_skipped = 0;
   OptimizerOptions optimizer;
   PipelineOptions pipeline;
 };
@@ -50,6 +56,9 @@ struct StepStats {
   double grad_norm = 0;  // of the whole gradient, before clipping
   int64_t tokens = 0;    // of the global batch, ignored ones included
   int64_t valid_tokens = 0;
+  double loss_scale = 1;   // the factor of this step's loss; loss and grad_norm are without it
+  bool skipped = false;    // not finite: weights, optimizer and counters are as before
+  std::string not_finite;  // which parameter and rank it was, if skipped
 };
 
 // Trains a model on one rank of a mesh: forward, backward, sum over lanes, clip, update. Calls are
@@ -64,7 +73,7 @@ class Engine {
   // One optimizer step. `batch` has this rank's samples: the global batch cut evenly over dp, in
   // order. Throws on every rank alike: InvalidArgument before anything runs, if one rank's batch is bad;
   // NumericError, naming the first bad parameter, with weights and optimizer as before, if the gradient or
-  // the loss is not finite.
+  // the loss is not finite and the step may not be skipped.
   StepStats train_step(const HostBatch& batch, double lr);
   // The same with samples [step * global_batch, (step + 1) * global_batch) of the order.
   StepStats train_step(const TokenDataset& data, const SampleOrder& order, int64_t step, double lr);
@@ -76,6 +85,7 @@ class Engine {
 
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
+  Communicator& world() const { return world_; }
   // Of this rank's stage.
   const ShardMap& map() const { return plan_.map; }
   // Elements of all parameters of the model.
@@ -86,10 +96,13 @@ class Engine {
   // What this rank's memory goes to; see memory_terms.
   std::vector<MemoryTerm> memory() const;
   int64_t applied_steps() const { return applied_steps_; }
+  int64_t skipped_steps() const { return skipped_steps_; }
+  LossScaler& loss_scaler() { return scaler_; }
   int64_t local_batch() const { return options_.global_batch / dp_.size(); }
   // Copies to and from the host; reading is collective along pp and for what ZeRO has sharded, writing is
-  // not: every rank writes the same values. `kind` is "weight", "grad" (of the last step, before clipping) or
-  // a state name of the optimizer. Throws InvalidArgument for unknown names and wrong sizes.
+  // not: every rank writes the same values. `kind` is "weight" (as layers read it), "master" (as the
+  // optimizer updates it, fp32), "grad" (of the last step, before clipping) or a state name of the optimizer.
+  // Throws InvalidArgument for unknown names and wrong sizes.
   std::vector<float> read_param(const std::string& name, const std::string& kind);
   void write_param(const std::string& name, const std::vector<float>& values);
 
@@ -107,7 +120,7 @@ class Engine {
   void write_state(std::span<const StateRange> ranges, std::span<const std::byte> from);
   // The counts behind the state. Throws InvalidArgument for negative ones, or not one for each parameter.
   std::vector<int64_t> updates() const;
-  void set_progress(int64_t applied_steps, std::vector<int64_t> updates);
+  void set_progress(int64_t applied_steps, int64_t skipped_steps, std::vector<int64_t> updates);
 
  private:
   void agree_on_settings();
@@ -135,6 +148,8 @@ class Engine {
   // Announces `count` micro-batches, forward and, if there is one, backward.
   void plan_visits(int64_t count, size_t num_layers, bool with_backward);
   void measure_gradient();
+  // Skips the step, or throws NumericError.
+  StepStats skip_step(StepStats stats);
   double read_sum(const Tensor& limbs);
   // The first parameter of the model that is not finite in this kind of buffer; their number if there is
   // none.
@@ -146,6 +161,7 @@ class Engine {
   Stream& background() const { return background_ ? *background_ : *stream_; }
 
   Device& device_;
+  Communicator& world_;
   Communicator& dp_;
   int dp_rank_;
   Model model_;
@@ -160,7 +176,9 @@ class Engine {
   Tensor loss_sum_, square_sum_;           // exact accumulators
   Tensor clip_scale_;                      // fp32 [1]
   std::unique_ptr<PipelineRun> pipeline_;  // null: one stage without a schedule
-  int64_t applied_steps_ = 0;
+  LossScaler scaler_;
+  double grad_scale_ = 1;  // of the gradient that the last step has left
+  int64_t applied_steps_ = 0, skipped_steps_ = 0, skipped_in_a_row_ = 0;
 };
 
 }  // namespace polyreme

@@ -13,7 +13,8 @@ size_t at(int i) { return static_cast<size_t>(i); }
 }  // namespace
 
 GradStore::GradStore(Stream& compute, Stream& background, const ParamRegistry& registry, const UnitPlan& plan,
-                     const DpGroups& groups, int64_t local_lanes, const ZeroOptions& options)
+                     const DpGroups& groups, int64_t local_lanes, const ZeroOptions& options,
+                     bool watch_ranks)
     : compute_(compute),
       background_(background),
       plan_(plan),
@@ -37,6 +38,8 @@ GradStore::GradStore(Stream& compute, Stream& background, const ParamRegistry& r
       slices_[at(unit)] = groups.dp().allocate(
           device, DType::kF32, {map.unit_elements(unit) / map.num_shards()}, "gradient slice");
   }
+  for (int unit = 0; watch_ranks && unit < map.num_units(); ++unit)
+    local_squares_.push_back(empty(device, DType::kI64, {ExactSum::kLimbs}, "squares of a rank"));
   for (int param = 0; param < map.num_params(); ++param)
     for (int use = 1; use < registry.num_uses(param) && is_trainable(param); ++use)
       extra_uses_.push_back(
@@ -48,6 +51,7 @@ void GradStore::begin_step() {
   std::fill(lane_grads_.begin(), lane_grads_.end(), Tensor());
   std::fill(own_.begin(), own_.end(), Tensor());
   for (ExtraUse& extra : extra_uses_) extra.is_begun = false;
+  for (const Tensor& squares : local_squares_) zero_limbs(compute_, squares);
   in_flight_.clear();
   for (std::vector<Tensor>& late : late_) late.clear();
 }
@@ -131,6 +135,8 @@ void GradStore::reduce(int unit) {
     compute_.record(*completed_);
     background_.wait(*completed_);
   }
+  if (watches_ranks())
+    exact_sum_squares(background_, lane_sums_[at(unit)].local_sum(), local_squares_[at(unit)]);
   const Tensor sum = sum_over_ranks(unit, background_);
   if (round_first_) {
     const Tensor& total = slices_[at(unit)];

@@ -25,9 +25,10 @@ class GradStore {
   // From stage 2 on, buffers that may wait for their reduction when backward begins another.
   static constexpr size_t kMaxInFlight = 1;
 
-  // All arguments but `options` must outlive this object.
+  // All arguments but `options` must outlive this object. watch_ranks: keeps what local_squares tells, which
+  // costs a pass over the rank's gradient.
   GradStore(Stream& compute, Stream& background, const ParamRegistry& registry, const UnitPlan& plan,
-            const DpGroups& groups, int64_t local_lanes, const ZeroOptions& options);
+            const DpGroups& groups, int64_t local_lanes, const ZeroOptions& options, bool watch_ranks);
 
   // Before the first lane of a step: forgets the last gradient, and what a step that failed has left.
   void begin_step();
@@ -52,6 +53,10 @@ class GradStore {
   // This rank's slices of the gradient, by unit: summed over all lanes, after finish. Undefined before, and
   // of frozen units.
   const std::vector<Tensor>& own() const { return own_; }
+  bool watches_ranks() const { return !local_squares_.empty(); }
+  // An exact sum of the squares of the unit's gradient as this rank alone had it, before the ranks were
+  // summed.
+  const Tensor& local_squares(int unit) const { return local_squares_[static_cast<size_t>(unit)]; }
 
  private:
   struct ExtraUse {
@@ -76,6 +81,7 @@ class GradStore {
   std::vector<Tensor> lane_grads_;  // of the current lane; undefined: not begun
   std::vector<Tensor> slices_;      // where the reduction goes; undefined: stays in the buffer
   std::vector<Tensor> own_;
+  std::vector<Tensor> local_squares_;  // int64 limbs; none: nobody asks
   std::vector<std::unique_ptr<Event>> reduced_;
   std::vector<bool> is_deferred_;
   std::vector<std::vector<Tensor>> late_;  // of deferred units, by lane

@@ -4,10 +4,10 @@
 
 #include "base/math.h"
 #include "engine/engine.h"
+#include "engine/layer_steps.h"
 #include "ops/update.h"
 
 namespace polyreme {
-
 size_t Engine::first_not_finite(const std::string& kind) {
   int64_t first = static_cast<int64_t>(model_.registry.specs().size());
   for (int unit = 0; unit < map().num_units(); ++unit) {
@@ -37,14 +37,24 @@ std::string Engine::what_is_not_finite() {
   if (weight < specs.size())
     return concat("the weight '", specs[weight].name, "' was not finite before the step");
   const size_t grad = first_not_finite("grad");
-  if (grad < specs.size())
-    return concat("the gradient of '", specs[grad].name, "' is not finite (the first such parameter)");
-  return "every gradient is finite, but the loss of a token is not";
+  if (grad >= specs.size()) return "every gradient is finite, but the loss of a token is not";
+  std::string text =
+      concat("the gradient of '", specs[grad].name, "' is not finite (the first such parameter)");
+  const int param = part_.local[grad];
+  if (!params_.grads.watches_ranks() || param < 0) return text;
+  // Which ranks brought it into the sum, by what each has seen of its unit.
+  const Tensor squares = params_.grads.local_squares(map().unit_of(param));
+  const int64_t is_bad = std::isfinite(read_sum(squares)) ? 0 : 1;
+  const std::vector<int64_t> bad = gather_values(dp_, *stream_, {is_bad});
+  const auto first = std::find(bad.begin(), bad.end(), 1);
+  if (first == bad.end()) return text + "; no rank alone has it, their sum is too large";
+  return text + concat("; dp rank ", first - bad.begin(), " is the first of ",
+                       std::count(bad.begin(), bad.end(), 1), " to have it");
 }
 
 void Engine::check_kind(const std::string& kind) const {
-  std::string known = "weight, grad";
-  bool is_known = kind == "weight" || kind == "grad";
+  std::string known = "weight, master, grad";
+  bool is_known = kind == "weight" || kind == "master" || kind == "grad";
   for (const OptimizerState& state : optimizer_->state()) {
     is_known |= state.name == kind;
     known += ", " + state.name;
@@ -56,8 +66,9 @@ void Engine::check_kind(const std::string& kind) const {
 }
 
 Tensor Engine::unit_buffer(const std::string& kind, int unit) {
-  if (kind == "weight") return params_.weights.whole(unit);
-  std::string known = "weight, grad";
+  if (kind == "weight") return wide(*stream_, params_.weights.whole(unit));
+  if (kind == "master") return params_.weights.whole_masters(unit);
+  std::string known = "weight, master, grad";
   if (kind == "grad") {
     require(!plan_.is_frozen[static_cast<size_t>(unit)], "the parameter is frozen: it has no gradient");
     const Tensor& slice = params_.grads.own()[static_cast<size_t>(unit)];
@@ -93,6 +104,8 @@ std::vector<float> Engine::read_param(const std::string& name, const std::string
   std::vector<float> values(static_cast<size_t>(part.numel()));
   copy_to_host(*stream_, part, values.data());
   stream_->synchronize();
+  if (kind == "grad" && grad_scale_ != 1)
+    for (float& value : values) value = static_cast<float>(value / grad_scale_);
   return values;
 }
 
@@ -104,7 +117,7 @@ void Engine::write_param(const std::string& name, const std::vector<float>& valu
           shape.to_string(), " = ", shape.numel(), " elements, got ", values.size());
   if (pipeline_) pipeline_->write_shared(static_cast<int>(whole), values);
   if (param < 0) return;  // on another stage
-  params_.weights.for_each_part(param, [&](const Tensor& part, int64_t first) {
+  params_.weights.write(param, [&](const Tensor& part, int64_t first) {
     copy_from_host(*stream_, &values[static_cast<size_t>(first)], part);
   });
   stream_->synchronize();

@@ -1,5 +1,7 @@
 #include "engine/layer_steps.h"
 
+#include "ops/ops.h"
+
 namespace polyreme {
 
 Tensor run_forward(const Model& model, const LayerRange& layers, const Context& context, WeightStore& weights,
@@ -51,6 +53,13 @@ void skip_forward(const LayerRange& layers, WeightStore& weights) {
     weights.arrive();
     weights.leave();
   }
+}
+
+Tensor wide(Stream& stream, const Tensor& x) {
+  if (x.dtype() == DType::kF32) return x;
+  const Tensor result = empty(stream.device(), DType::kF32, x.shape(), "widened");
+  cast(stream, x, result);
+  return result;
 }
 
 }  // namespace polyreme

@@ -30,4 +30,7 @@ void run_backward_weight(const Model& model, const LayerRange& layers, const Con
 // A rank without samples takes part in the gathers of a forward.
 void skip_forward(const LayerRange& layers, WeightStore& weights);
 
+// `x` in fp32: itself, or a widened copy.
+Tensor wide(Stream& stream, const Tensor& x);
+
 }  // namespace polyreme

@@ -9,11 +9,17 @@
 namespace polyreme {
 namespace {
 
-constexpr int64_t kElementBytes = 4;
+constexpr int64_t kElementBytes = 4;  // of gradients, masters and moments
 
 size_t at(int i) { return static_cast<size_t>(i); }
 
-int64_t unit_bytes(const UnitPlan& plan, int unit) { return kElementBytes * plan.map.unit_elements(unit); }
+int64_t gradient_bytes(const UnitPlan& plan, int unit) {
+  return kElementBytes * plan.map.unit_elements(unit);
+}
+
+int64_t weight_bytes(const UnitPlan& plan, int unit) {
+  return static_cast<int64_t>(dtype_size(plan.map.dtype_of(unit))) * plan.map.unit_elements(unit);
+}
 
 // The most that is gathered at once: layers and those ahead of them, as WeightStore walks over a micro-batch.
 int64_t gather_window(const UnitPlan& plan, int64_t prefetch) {
@@ -29,7 +35,7 @@ int64_t gather_window(const UnitPlan& plan, int64_t prefetch) {
       for (const int unit : plan.used_by[visits[visit]]) {
         if (plan.stays_whole[at(unit)]) continue;
         needs_any = true;
-        if (!is_gathered[at(unit)]) bytes += unit_bytes(plan, unit);
+        if (!is_gathered[at(unit)]) bytes += weight_bytes(plan, unit);
         is_gathered[at(unit)] = true;
       }
       if (needs_any && visit > first) ++ahead;
@@ -48,14 +54,14 @@ int64_t bucket_window(const UnitPlan& plan) {
     for (const int unit : plan.accumulated_by[layer]) {
       if (is_begun[at(unit)]) continue;
       for (; in_flight.size() > GradStore::kMaxInFlight; in_flight.pop_front())
-        flying -= unit_bytes(plan, in_flight.front());
+        flying -= gradient_bytes(plan, in_flight.front());
       is_begun[at(unit)] = true;
-      begun += unit_bytes(plan, unit);
+      begun += gradient_bytes(plan, unit);
       most = std::max(most, begun + flying);
     }
     for (const int unit : plan.completed_by[layer]) {
-      begun -= unit_bytes(plan, unit);
-      flying += unit_bytes(plan, unit);
+      begun -= gradient_bytes(plan, unit);
+      flying += gradient_bytes(plan, unit);
       in_flight.push_back(unit);
     }
   }
@@ -68,10 +74,12 @@ std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& 
                                      std::span<const OptimizerState> state, const MemoryQuestion& question) {
   const ShardMap& map = plan.map;
   const bool divides_gradients = question.zero.stage >= 2 && map.num_shards() > 1;
-  int64_t weights = 0, whole = 0, tied = 0, moments = 0;
+  int64_t weights = 0, masters = 0, whole = 0, tied = 0, moments = 0;
   for (int unit = 0; unit < map.num_units(); ++unit) {
-    weights += unit_bytes(plan, unit) / (plan.stays_whole[at(unit)] ? 1 : map.num_shards());
-    if (!plan.is_frozen[at(unit)]) whole += unit_bytes(plan, unit);
+    weights += weight_bytes(plan, unit) / (plan.stays_whole[at(unit)] ? 1 : map.num_shards());
+    if (map.dtype_of(unit) != DType::kF32)
+      masters += kElementBytes * map.unit_elements(unit) / map.num_shards();
+    if (!plan.is_frozen[at(unit)]) whole += gradient_bytes(plan, unit);
   }
   for (int param = 0; param < map.num_params(); ++param) {
     if (plan.is_frozen[at(map.unit_of(param))]) continue;
@@ -85,6 +93,7 @@ std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& 
   const int64_t partial_sums = std::bit_width(static_cast<uint64_t>(question.local_lanes)) - 1;
   const bool streams = question.local_lanes == 1 && question.micro_batches == 1;
   return {{"weights", weights, true},
+          {"masters", masters, true},
           {"gradients", slices + (divides_gradients ? 0 : whole), true},
           {"tied gradients", tied, !divides_gradients},
           {"lane buffers", partial_sums * whole, !divides_gradients},

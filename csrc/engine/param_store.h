@@ -20,10 +20,10 @@ class SharedUses {
 class ParamStore final : public ParamStorage {
  public:
   ParamStore(Stream& compute, Stream& background, const ParamRegistry& registry, const UnitPlan& plan,
-             const DpGroups& groups, int64_t local_lanes, const ZeroOptions& options,
+             const DpGroups& groups, int64_t local_lanes, const ZeroOptions& options, bool watch_ranks,
              const std::vector<int>& local)
       : weights(compute, background, plan, groups, options),
-        grads(compute, background, registry, plan, groups, local_lanes, options),
+        grads(compute, background, registry, plan, groups, local_lanes, options, watch_ranks),
         local_(local) {}
 
   void set_shared(SharedUses* shared) { shared_ = shared; }

@@ -69,14 +69,16 @@ std::vector<int64_t> Engine::updates() const {
   return all;
 }
 
-void Engine::set_progress(int64_t applied_steps, std::vector<int64_t> updates) {
-  require(applied_steps >= 0, "set_progress: applied_steps is ", applied_steps, "; expected at least 0");
+void Engine::set_progress(int64_t applied_steps, int64_t skipped_steps, std::vector<int64_t> updates) {
+  require(applied_steps >= 0 && skipped_steps >= 0, "set_progress: applied_steps is ", applied_steps,
+          ", skipped_steps ", skipped_steps, "; expected at least 0");
   require(updates.size() == part_.local.size(), "set_progress: ", updates.size(), " counts of updates for ",
           part_.local.size(), " parameters");
   std::vector<int64_t> own;
   for (const int param : part_.whole) own.push_back(updates[static_cast<size_t>(param)]);
   optimizer_->set_updates(std::move(own));
   applied_steps_ = applied_steps;
+  skipped_steps_ = skipped_steps;
 }
 
 }  // namespace polyreme

@@ -25,10 +25,13 @@ WeightStore::WeightStore(Stream& compute, Stream& background, const UnitPlan& pl
     const FlatRange slice = map.shard_slice(unit, groups.shard_rank() % map.num_shards());
     const bool is_whole = plan.stays_whole[at(unit)];
     const Tensor buffer = groups.shard().allocate(
-        device, DType::kF32, {is_whole ? map.unit_elements(unit) : slice.size()}, "weights");
+        device, map.dtype_of(unit), {is_whole ? map.unit_elements(unit) : slice.size()}, "weights");
     fill(compute, buffer, 0.0f);
     whole_.push_back(is_whole ? buffer : Tensor());
     own_.push_back(is_whole ? buffer.slice(0, slice.begin, slice.end) : buffer);
+    masters_.push_back(is_narrow(unit) ? empty(device, DType::kF32, {slice.size()}, "master weights")
+                                       : own_.back());
+    if (is_narrow(unit)) fill(compute, masters_.back(), 0.0f);
     gathered_.push_back(device.create_event());
   }
 }
@@ -73,7 +76,8 @@ bool WeightStore::is_in_sight(int unit) const {
 
 void WeightStore::gather(int unit) {
   const ShardMap& map = plan_.map;
-  const Tensor all = empty(compute_.device(), DType::kF32, {map.unit_elements(unit)}, "gathered weights");
+  const Tensor all =
+      empty(compute_.device(), map.dtype_of(unit), {map.unit_elements(unit)}, "gathered weights");
   groups_.shard().all_gather(own_[at(unit)], all, background_)->wait_on(background_);
   background_.record(*gathered_[at(unit)]);
   whole_[at(unit)] = all;
@@ -86,6 +90,8 @@ Tensor WeightStore::weight(int param) const {
 }
 
 void WeightStore::gather_updated() {
+  for (int unit = 0; unit < plan_.map.num_units(); ++unit)
+    if (is_narrow(unit)) cast(compute_, masters_[at(unit)], own_[at(unit)]);
   if (plan_.map.num_shards() == 1) return;
   compute_.record(*updated_);
   if (&background_ != &compute_) background_.wait(*updated_);
@@ -99,7 +105,8 @@ void WeightStore::gather_updated() {
 
 Tensor WeightStore::gathered(const Tensor& slice, int unit) const {
   if (plan_.map.num_shards() == 1) return slice;
-  const Tensor all = empty(compute_.device(), DType::kF32, {plan_.map.unit_elements(unit)}, "gathered copy");
+  const Tensor all =
+      empty(compute_.device(), slice.dtype(), {plan_.map.unit_elements(unit)}, "gathered copy");
   groups_.shard().all_gather(slice, all, compute_)->wait_on(compute_);
   return all;
 }
@@ -108,18 +115,34 @@ Tensor WeightStore::whole(int unit) const {
   return plan_.stays_whole[at(unit)] ? whole_[at(unit)] : gathered(own_[at(unit)], unit);
 }
 
-void WeightStore::for_each_part(int param, const std::function<void(const Tensor&, int64_t)>& body) const {
+Tensor WeightStore::whole_masters(int unit) const {
+  return is_narrow(unit) ? gathered(masters_[at(unit)], unit) : whole(unit);
+}
+
+void WeightStore::write(int param, const std::function<void(const Tensor&, int64_t)>& body) const {
   const ShardMap& map = plan_.map;
   const int unit = map.unit_of(param);
   const int64_t numel = map.shape_of(param).numel();
+  Tensor values;  // of the whole parameter, where it is stored whole
   if (plan_.stays_whole[at(unit)]) {
-    body(map.view(whole_[at(unit)], param).view({numel}), 0);
-    return;
+    const Tensor stored = map.view(whole_[at(unit)], param).view({numel});
+    values = is_narrow(unit) ? empty(compute_.device(), DType::kF32, {numel}, "parameter") : stored;
+    body(values, 0);
+    if (!is_narrow(unit)) return;
+    cast(compute_, values, stored);
   }
-  for (const ShardMap::Piece& piece : map.pieces(groups_.shard_rank()))
-    if (piece.param == param)
-      body(own_[at(unit)].slice(0, piece.unit_shard_begin, piece.unit_shard_begin + piece.size),
-           piece.param_begin);
+  for (const ShardMap::Piece& piece : map.pieces(groups_.shard_rank() % map.num_shards())) {
+    if (piece.param != param) continue;
+    const auto part = [&piece](const Tensor& slice) {
+      return slice.slice(0, piece.unit_shard_begin, piece.unit_shard_begin + piece.size);
+    };
+    if (values.defined())
+      copy(compute_, values.slice(0, piece.param_begin, piece.param_begin + piece.size),
+           part(masters_[at(unit)]));
+    else
+      body(part(masters_[at(unit)]), piece.param_begin);
+    if (is_narrow(unit)) cast(compute_, part(masters_[at(unit)]), part(own_[at(unit)]));
+  }
 }
 
 }  // namespace polyreme

@@ -40,12 +40,13 @@ class LaneSum {
   std::unique_ptr<Work> finish_slice(Stream& stream, const Tensor& slice);
   // This rank's part of the buffer that holds the sum of its lanes.
   Tensor own_slice() const;
+  // The sum of this rank's lanes alone, between its last lane and finish or finish_slice.
+  const Tensor& local_sum() const;
   // Gives the memory back, after finish or finish_slice; what is enqueued keeps what it needs.
   void release();
 
  private:
   Tensor take_buffer();
-  const Tensor& local_sum() const;
 
   Device& device_;
   Shape shape_;

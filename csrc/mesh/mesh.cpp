@@ -5,11 +5,10 @@
 
 #include "base/error.h"
 #include "comm/factory.h"
+#include "comm/split.h"
 
 namespace polyreme {
 namespace {
-
-constexpr size_t kMaxNameBytes = 200;  // of a group
 
 std::string joined(const std::vector<std::string>& words, const std::string& separator) {
   std::string text;
@@ -34,7 +33,7 @@ Mesh::Mesh(Communicator& world, MeshLayout layout, const std::vector<std::vector
   all = layout_.wide_axes(all);
   std::string text = layout_.description();
   for (const Key& key : flattened) text += ", " + joined(key, "+");
-  if (!all.empty()) make(all, text.substr(0, kMaxNameBytes));
+  if (!all.empty()) make(all, text.substr(0, SplitWish::kMaxNameBytes));
 
   for (const Axis& axis : layout_.axes()) {
     if (axis.size > 1)

@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <mutex>
+#include <sstream>
 
 #include "base/build_info.h"
+#include "base/interrupt.h"
 #include "comm/factory.h"
 #include "comm/memory_store.h"
 #include "comm/rendezvous.h"
@@ -25,13 +28,20 @@ std::unique_ptr<TcpStore> join_store(const WorldOptions& options) {
   return TcpStore::connect(store);
 }
 
+// Beside the pid, what tells a process from a later one of the same pid.
+std::string process_text() {
+  const ProcessIdentity self = this_process();
+  return concat(self.start_ticks, " ", self.pid_namespace);
+}
+
 // The lowest of the ranks' best levels, unless they pinned one.
 std::string common_isa(const std::vector<RankRecord>& records) {
   require_same_field(records, "isa");
   if (records.front().fields.at("isa") != "auto") return records.front().fields.at("isa");
   Isa lowest = isa_from_name(records.front().fields.at("best_isa"));
   for (const RankRecord& record : records)
-    if (record.fields.at("best_isa") == isa_name(Isa::kAvx2)) lowest = Isa::kAvx2;
+    for (const Isa isa : {Isa::kAvx2, Isa::kAvx512})
+      if (record.fields.at("best_isa") == isa_name(isa)) lowest = std::min(lowest, isa);
   return isa_name(lowest);
 }
 
@@ -72,6 +82,63 @@ std::unique_ptr<Communicator> make_communicator(Store& store, const WorldOptions
   if (options.transport == "mpi") return make_mpi_communicator(options.rank, options.size, comm);
   if (options.transport == "tcp") return make_tcp_communicator(store, options.rank, options.size, tcp, comm);
   return make_hierarchical_communicator(store, options.rank, hosts, options.job_id, tcp, comm);
+}
+
+// What a watch does when the job fails: it breaks the group of all ranks, as soon as there is one.
+class GroupBreaker {
+ public:
+  void fail(const std::string& text) {
+    const std::lock_guard lock(mutex_);
+    text_ = text;
+    if (group_ != nullptr) group_->fail(text);
+  }
+  // `group` outlives the watch.
+  void set_group(Communicator& group) {
+    const std::lock_guard lock(mutex_);
+    group_ = &group;
+    if (!text_.empty()) group.fail(text_);
+  }
+
+ private:
+  std::mutex mutex_;
+  Communicator* group_ = nullptr;
+  std::string text_;
+};
+
+// Which of the ranks that rank 0 has met have died before they were watched. Looked for by it alone, on its
+// own host, while it waits for them.
+std::string dead_on_arrival(const std::vector<RankRecord>& records) {
+  const ProcessIdentity self = this_process();
+  for (const RankRecord& record : records) {
+    if (record.fields.at("domain") != records.front().fields.at("domain")) continue;
+    ProcessIdentity process{.pid = record.pid};
+    std::istringstream(record.fields.at("process")) >> process.start_ticks >> process.pid_namespace;
+    if (has_ended(process, self))
+      return concat("lost rank ", record.rank, " (host ", record.host, ", pid ", record.pid,
+                    "): the process ended before the ranks had their group");
+  }
+  return "";
+}
+
+// Opens the group of all ranks. What the watch learns meanwhile ends it, and the other ranks learn how it
+// ended.
+std::unique_ptr<Communicator> open_group(Store& store, const WorldOptions& options,
+                                         const std::vector<RankRecord>& records, const CommOptions& comm,
+                                         Watch& watch) {
+  const InterruptScope scope([&] {
+    if (options.rank == 0 && watch.failure().empty()) {
+      const std::string dead = dead_on_arrival(records);
+      if (!dead.empty()) watch.report(dead);
+    }
+    const std::string failure = watch.failure();
+    require<PeerLost>(failure.empty(), "rank ", options.rank, ", opening the group of all ranks: ", failure);
+  });
+  try {
+    return make_communicator(store, options, host_numbers(records), comm);
+  } catch (const std::exception& failure) {
+    watch.report(concat(watch.self_text(), " failed: ", failure.what()));
+    throw;
+  }
 }
 
 }  // namespace
@@ -121,12 +188,6 @@ void World::stop_background(const std::string& reason) noexcept {
   }
 }
 
-void World::start_watch(WatchOptions options) {
-  options.journal = journal_;
-  options.on_failure = [this](const std::string& text) { communicator_->fail(text); };
-  watch_ = std::make_unique<Watch>(std::move(options));
-}
-
 void World::report_failure(const std::string& text) noexcept {
   if (watch_) watch_->report(watch_->self_text() + " failed: " + text);
 }
@@ -168,6 +229,7 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
                                                                          {"isa", options.device.isa},
                                                                          {"best_isa", isa_name(best)},
                                                                          {"domain", shared_memory_domain()},
+                                                                         {"process", process_text()},
                                                                          {"transport", options.transport}},
                                                               .limit = options.init_timeout,
                                                               .progress = options.progress});
@@ -175,19 +237,24 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
   require_same_field(records, "transport");
   CpuDeviceOptions device = options.device;
   device.isa = common_isa(records);
-  const std::vector<int> hosts = host_numbers(records);
-  std::unique_ptr<Communicator> communicator = make_communicator(*store, options, hosts, comm);
-  WatchOptions watch{.store = {.host = options.master_addr,
-                               .port = store->port(),
-                               .secret = options.secret,
-                               .timeout = options.init_timeout,
-                               .greeting_limit = options.init_timeout},
-                     .rank = options.rank,
-                     .heartbeat_interval = options.heartbeat_interval,
-                     .peer_timeout = options.peer_timeout};
-  auto world = std::make_unique<World>(std::move(store), make_cpu_device(device), std::move(communicator),
-                                       host_labels(records, hosts), journal);
-  world->start_watch(std::move(watch));
+  // Before the group is opened, where ranks may have to wait for one that has died.
+  const auto breaker = std::make_shared<GroupBreaker>();
+  auto watch = std::make_unique<Watch>(
+      WatchOptions{.store = {.host = options.master_addr,
+                             .port = store->port(),
+                             .secret = options.secret,
+                             .timeout = options.init_timeout,
+                             .greeting_limit = options.init_timeout},
+                   .rank = options.rank,
+                   .heartbeat_interval = options.heartbeat_interval,
+                   .peer_timeout = options.peer_timeout,
+                   .on_failure = [breaker](const std::string& text) { breaker->fail(text); },
+                   .journal = journal});
+  std::unique_ptr<Communicator> communicator = open_group(*store, options, records, comm, *watch);
+  breaker->set_group(*communicator);
+  auto world =
+      std::make_unique<World>(std::move(store), make_cpu_device(device), std::move(communicator),
+                              host_labels(records, host_numbers(records)), journal, std::move(watch));
   world->communicator().barrier(options.init_timeout);  // nobody ends before the others have found its store
   return world;
 }

@@ -42,14 +42,16 @@ struct WorldOptions {
 // This rank, its device, and the group of all ranks. Single owner; outlives meshes and engines.
 class World {
  public:
+  // `watch`: over the other ranks; of this world alone, and on_failure breaks `communicator`.
   World(std::shared_ptr<Store> store, std::unique_ptr<Device> device,
         std::unique_ptr<Communicator> communicator, std::vector<std::string> hosts,
-        std::shared_ptr<Journal> journal = nullptr)
+        std::shared_ptr<Journal> journal = nullptr, std::unique_ptr<Watch> watch = nullptr)
       : store_(std::move(store)),
         journal_(std::move(journal)),
         device_(std::move(device)),
         communicator_(std::move(communicator)),
-        hosts_(std::move(hosts)) {}
+        hosts_(std::move(hosts)),
+        watch_(std::move(watch)) {}
 
   // Does not wait for the other ranks: collectives in flight fail, here and there.
   ~World() { stop_background("its world was destroyed"); }
@@ -72,9 +74,6 @@ class World {
   bool is_inherited() const { return fork_guard_.is_inherited(); }
   // Ends `background()`: what waits for other ranks fails, here and there. For a process that ends.
   void stop_background(const std::string& reason) noexcept;
-  // Watches the other ranks from now on: their first failure breaks the group of all ranks, and those that
-  // were split from it. Throws as Watch does.
-  void start_watch(WatchOptions options);
   // Tells all ranks that this one has failed, and why; without effect on a world without a watch.
   void report_failure(const std::string& text) noexcept;
   // Null for one rank, and for ranks that are threads.

@@ -131,7 +131,8 @@ void Linear::backward_weight(const Context& context, Saved& saved) const {
   const Tensor& x = saved.tensors[0];
   const Tensor& dy = saved.tensors[1];
   if (context.params.is_trainable(weight_))
-    gemm(context.stream, dy.transpose(0, 1), x, context.params.grad(weight_), /*accumulate=*/true);
+    gemm(context.stream, dy.transpose(0, 1), x, context.params.grad(weight_), /*accumulate=*/true, {},
+         /*k_unit=*/context.batch.seq_len());
   if (bias_ && context.params.is_trainable(bias_use_))
     accumulate_rows(context.stream, dy, context.params.grad(bias_use_));
 }

@@ -19,10 +19,16 @@ void check_operand(ArgName name, const Tensor& matrix) {
                matrix.defined() ? " with strides " + matrix.strides().to_string() : ""));
 }
 
+bool uses_tiles(Isa isa, const cpu::GemmArgs& args) {
+  using cpu::Element;
+  return isa == Isa::kAmx && args.k > 0 && args.a_type == Element::kBF16 && args.b_type == Element::kBF16 &&
+         args.c_type != Element::kF16;
+}
+
 }  // namespace
 
 void gemm(Stream& stream, const Tensor& a, const Tensor& b, const Tensor& c, bool accumulate,
-          const Tensor& bias) {
+          const Tensor& bias, int64_t k_unit) {
   check_operand({"gemm", "a"}, a);
   check_operand({"gemm", "b"}, b);
   check_operand({"gemm", "c"}, c);
@@ -36,6 +42,7 @@ void gemm(Stream& stream, const Tensor& a, const Tensor& b, const Tensor& c, boo
                                  c.strides().to_string()));
   require(!accumulate || c.dtype() == DType::kF32, "gemm: c: expected float32 to accumulate into, got ", c,
           "; a 16-bit sum loses what is small beside it, so accumulate in float32 and cast");
+  require(k_unit >= 0, "gemm: k_unit: expected 0 or more, got ", k_unit);
   check_apart({"gemm", "c"}, c, a);
   check_apart({"gemm", "c"}, c, b);
   std::vector<Access> accesses = {reads(a), reads(b), writes(c)};
@@ -62,6 +69,7 @@ void gemm(Stream& stream, const Tensor& a, const Tensor& b, const Tensor& c, boo
   args.c_type = element_of(c);
   args.c_row_stride = c.stride(0);
   args.accumulate = accumulate;
+  args.k_unit = k_unit;
   const ElementPointer bias_row = bias.defined() ? ElementPointer(bias) : ElementPointer();
   const double flops = 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   as_cpu(stream).enqueue({"gemm", OpKind::kGemm, flops}, std::move(accesses),
@@ -69,7 +77,10 @@ void gemm(Stream& stream, const Tensor& a, const Tensor& b, const Tensor& c, boo
                            const WideRow wide_bias(context.isa, bias_row, args.n);
                            cpu::GemmArgs now = args;
                            now.bias = wide_bias.data();
-                           pick(context.isa, cpu::avx2::gemm_f32, cpu::avx512::gemm_f32)(now, context.pool);
+                           if (uses_tiles(context.isa, now))
+                             cpu::amx::gemm_bf16(now, context.pool);
+                           else
+                             pick(context.isa, cpu::avx2::gemm_f32, cpu::avx512::gemm_f32)(now, context.pool);
                          });
 }
 

@@ -40,9 +40,11 @@ void copy_to_host(Stream& stream, const Tensor& from, void* to);
 // c[m,n] = (accumulate ? c : 0) + a[m,k] x b[k,n], then + bias[n] where defined. a and b may be
 // transposed views (one stride is 1). One fp32 chain of fused multiply-adds over ascending k per
 // element of c: splitting m, n or (with accumulate) k changes no bit. a, b, c and bias may each be
-// fp32, bf16 or fp16; a narrow c is rounded once, at the end, and cannot be accumulated into.
+// fp32, bf16 or fp16; a narrow c is rounded once, at the end, and cannot be accumulated into. The level amx
+// sums bf16 times bf16 by granules of 32 values of k: there, cuts of k keep the bits between units of k_unit
+// values (tokens of a sample), each of which is padded to whole granules; 0: k is one unit.
 void gemm(Stream& stream, const Tensor& a, const Tensor& b, const Tensor& c, bool accumulate,
-          const Tensor& bias = {});
+          const Tensor& bias = {}, int64_t k_unit = 0);
 
 // ---- element-wise -----------------------------------------------------------------------------
 // All F.

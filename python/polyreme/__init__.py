@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .mesh import Mesh
     from .norms import clip_grad_norm
     from .optim import LAMB, SGD, AdamW, Lion, Muon
+    from .precision import LossScale, Precision
     from .progress import Progress
     from .sharded_optimizer import ShardedOptimizer, UpdateStats
     from .trainer import StepStats, Trainer
@@ -53,6 +54,7 @@ __all__ = [
     "InvalidArgument",
     "Lanes",
     "Lion",
+    "LossScale",
     "LossScaler",
     "Mesh",
     "Muon",
@@ -60,6 +62,7 @@ __all__ = [
     "NumericError",
     "OutOfMemory",
     "PeerLost",
+    "Precision",
     "Progress",
     "ShardedOptimizer",
     "StepStats",
@@ -85,6 +88,7 @@ __all__ = [
 _MODULE_OF = {
     **dict.fromkeys(("LAMB", "SGD", "AdamW", "Lion", "Muon"), "optim"),
     **dict.fromkeys(("ShardedOptimizer", "UpdateStats"), "sharded_optimizer"),
+    **dict.fromkeys(("LossScale", "Precision"), "precision"),
     **dict.fromkeys(("StepStats", "Trainer"), "trainer"),
     **dict.fromkeys(("Lanes", "World", "init"), "world"),
     "LossScaler": "loss_scaler",

@@ -200,6 +200,9 @@ class GptConfig:
         layer_norm_eps: float,
         init_std: float,
         recompute: bool,
+        dtype: str,
+        norm_dtype: str,
+        logits_dtype: str,
     ) -> None: ...
 
 class LlamaConfig:
@@ -218,10 +221,27 @@ class LlamaConfig:
         init_std: float,
         tied: bool,
         recompute: bool,
+        dtype: str,
+        norm_dtype: str,
+        logits_dtype: str,
     ) -> None: ...
 
 def model_param_specs(config: GptConfig | LlamaConfig) -> list[dict[str, Any]]: ...
 def model_cost(config: GptConfig | LlamaConfig, num_samples: int, seq_len: int) -> dict[str, float]: ...
+
+class LossScalerOptions:
+    def __init__(
+        self,
+        *,
+        dynamic: bool,
+        initial: float,
+        growth: float,
+        backoff: float,
+        interval: int,
+        minimum: float,
+        maximum: float,
+        hysteresis: int,
+    ) -> None: ...
 
 class Engine:
     def __init__(
@@ -242,6 +262,8 @@ class Engine:
         round_first: bool,
         prefetch: int,
         persist_below: int,
+        loss_scale: LossScalerOptions,
+        max_skipped: int,
         optimizer: dict[str, Any],
         schedule: Schedule | None,
         split: Sequence[int],
@@ -259,9 +281,15 @@ class Engine:
     def write_state(self, ranges: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> None: ...
     @property
     def updates(self) -> list[int]: ...
-    def set_progress(self, applied_steps: int, updates: Sequence[int]) -> None: ...
+    def set_progress(self, applied_steps: int, skipped_steps: int, updates: Sequence[int]) -> None: ...
     @property
     def applied_steps(self) -> int: ...
+    @property
+    def skipped_steps(self) -> int: ...
+    @property
+    def loss_scaler_state(self) -> tuple[float, int, int]: ...
+    @loss_scaler_state.setter
+    def loss_scaler_state(self, state: tuple[float, int, int]) -> None: ...
     @property
     def lanes_dp(self) -> int: ...
     @property
@@ -329,7 +357,7 @@ class ArrayNorm:
     def scale(self, array: Any, factor: float) -> None: ...
 
 def time_gemm(
-    world: World, *, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, repeats: int
+    world: World, *, m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, repeats: int, dtype: str
 ) -> float: ...
 def time_collective(world: World, op: str, count: int, iterations: int, staged: bool) -> float: ...
 def time_rule(world: World, rule: str, count: int, repeats: int) -> tuple[float, float]: ...

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .exchange_report import StuckExchange, find_stuck_exchanges
 from .journal import Journal, clean, read_directory
 
 __all__ = ["Report", "examine", "render"]
 
 # Numbered by each rank for itself.
 _NOT_COLLECTIVE = {"exchange"}
-_FIELDS = ("operation", "dtype", "count", "reduction", "root")
+_FIELDS = ("operation", "dtype", "count", "counts_hash", "reduction", "root")
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Report:
     not_closed: list[int] = field(default_factory=list)
     failures: dict[str, list[int]] = field(default_factory=dict)
     stuck: list[StuckOperation] = field(default_factory=list)
+    stuck_exchanges: list[StuckExchange] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)
     stalls: list[dict[str, Any]] = field(default_factory=list)
     lags: list[Lag] = field(default_factory=list)
@@ -85,7 +87,7 @@ class Report:
     def ok(self) -> bool:
         """Whether there is anything to read and nothing wrong in it."""
         wrong = self.missing_journals or self.failures or self.stuck or self.mismatches
-        return bool(self.ranks) and not wrong
+        return bool(self.ranks) and not wrong and not self.stuck_exchanges
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as plain data."""
@@ -127,6 +129,7 @@ def examine(folder: Path) -> Report:
         stuck = _find_stuck(group, ours)
         if stuck is not None:
             report.stuck.append(stuck)
+        report.stuck_exchanges += find_stuck_exchanges(group.name, group.numbers, ours)
     report.lags = _measure_lags(groups, ours)
     return report
 
@@ -137,11 +140,15 @@ def _file_name(journal: Journal) -> str:
 
 @dataclass
 class _Group:
-    """A group over the journals; parts: its collectives by world rank, in the order of their sequence."""
+    """A group over the journals, by world rank.
+
+    parts: its collectives, in the order of their sequence; numbers: of the group in the journal.
+    """
 
     name: str
     size: int
     parts: dict[int, NDArray[Any]] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
 
 
 def _collect_groups(journals: dict[int, Journal]) -> list[_Group]:
@@ -153,13 +160,14 @@ def _collect_groups(journals: dict[int, Journal]) -> list[_Group]:
             if own.key is not None:
                 mine = collectives[collectives["group"] == number]
                 mine = mine[np.argsort(mine["sequence"], kind="stable")]
-                groups.setdefault(own.key, _Group(own.name, own.size)).parts[rank] = mine
+                group = groups.setdefault(own.key, _Group(own.name, own.size))
+                group.parts[rank], group.numbers[rank] = mine, number
     return list(groups.values())
 
 
 def _find_mismatch(group: _Group, journals: dict[int, Journal]) -> Mismatch | None:
     rows = [
-        np.stack([part[name].astype(np.int64) for name in ("sequence", *_FIELDS)], axis=1)
+        np.stack([part[name].astype(np.uint64) for name in ("sequence", *_FIELDS)], axis=1)
         for part in group.parts.values()
     ]
     different = np.unique(np.concatenate(rows), axis=0)[:, 0]
@@ -299,6 +307,7 @@ def render(report: Report) -> list[str]:
         lines.append(f"  group '{mismatch.group}', sequence {mismatch.sequence}: the calls differ: {calls}")
     for stuck in report.stuck:
         lines += _render_stuck(stuck)
+    lines += _render_exchanges(report.stuck_exchanges)
     if report.not_closed:
         lines.append(f"not closed (killed, or still running): {ranks_text(report.not_closed)}")
     for stall in report.stalls:
@@ -320,6 +329,24 @@ def _render_stuck(stuck: StuckOperation) -> list[str]:
     for rank, seconds in stuck.waiting.items():
         how_long = "for an unknown time" if seconds is None else f"{seconds:.1f} s"
         lines.append(f"    rank {rank} waited {how_long}")
+    return lines
+
+
+def _render_exchanges(stuck: list[StuckExchange]) -> list[str]:
+    lines = []
+    circles = set()
+    for each in stuck:
+        label = f", label '{each.label}'" if each.label else ""
+        line = f"  group '{each.group}', rank {each.rank}, sequence {each.sequence}{label}: {each.operation}"
+        missing = ", ".join(f"rank {rank} has not posted {what}" for rank, what in each.waits_for.items())
+        lines.append(f"{line}: {missing or 'did not end'}")
+        if each.circle:
+            circles.add((each.group, tuple(sorted(each.circle))))
+    for group, ranks in sorted(circles):
+        lines.append(
+            f"  group '{group}': {ranks_text(list(ranks))} wait for each other; put sends and receives that depend on"
+            " each other into one exchange"
+        )
     return lines
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from . import _core
 from .arrays import readable
-from .checks import check_int, check_timeout
+from .checks import check_int, check_timeout, check_type
 from .errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -67,6 +67,10 @@ class Group:
 
     All methods raise InvalidArgument before anything is sent; CollectiveMismatch, naming who called what,
     before memory is written; PeerLost and Timeout, naming the ranks.
+
+    Signal handlers of Python run while the main thread waits. One that raises, as that of Ctrl-C does, ends
+    the wait: the group cannot be used any more, and its other members get PeerLost with the reason. Handlers
+    must not use the group themselves.
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[str, ...]) -> None:
@@ -91,6 +95,7 @@ class Group:
 
         text: its first 32 bytes are kept.
         """
+        check_type("label", text, str, "a text")
         self._core.set_label(text)
         try:
             yield
@@ -115,7 +120,7 @@ class Group:
                     " they must be equal"
                 )
             out[...] = array
-        return self._finish(self._core.all_reduce(out, op), out, wait)
+        return self._finish(self._core.all_reduce(out, _check_op("all_reduce", op)), out, wait)
 
     def reduce_scatter(self, array: Any, op: str = "sum", *, out: Any = None, wait: bool = True) -> Any:
         """Everybody's `array`, reduced, of which each member gets its equal part along the first dim.
@@ -125,7 +130,7 @@ class Group:
         array = readable(array)
         rows = self._rows_each("reduce_scatter", array)
         out = _output("reduce_scatter", out, array, (rows, *array.shape[1:]))
-        return self._finish(self._core.reduce_scatter(array, out, op), out, wait)
+        return self._finish(self._core.reduce_scatter(array, out, _check_op("reduce_scatter", op)), out, wait)
 
     def all_gather(
         self, array: Any, *, rows: Sequence[int] | None = None, out: Any = None, wait: bool = True
@@ -211,8 +216,14 @@ class Group:
 
         Returns: None, or its `Work` if not `wait`.
         """
-        to = [(readable(array), self._check_member("exchange: receiver", peer)) for array, peer in sends]
-        source = [(array, self._check_member("exchange: sender", peer)) for array, peer in receives]
+        to = [
+            (readable(array), self._check_member("exchange: receiver", peer))
+            for array, peer in _check_pairs("sends", sends)
+        ]
+        source = [
+            (array, self._check_member("exchange: sender", peer))
+            for array, peer in _check_pairs("receives", receives)
+        ]
         return self._finish(self._core.exchange(to, source), None, wait)
 
     def barrier(self, timeout_s: float = 600.0) -> None:
@@ -236,6 +247,9 @@ class Group:
             ) from None
 
     def _check_rows(self, what: str, rows: Sequence[int]) -> list[int]:
+        if not isinstance(rows, Iterable):
+            raise InvalidArgument(f"{what} is {rows!r}; expected a sequence of one number for each member")
+        rows = list(rows)
         if len(rows) != self.size:
             raise InvalidArgument(
                 f"{what} has {len(rows)} entries; expected one for each of the {self.size} members"
@@ -243,12 +257,28 @@ class Group:
         return [check_int(what, n, 0) for n in rows]
 
     def _rows_each(self, what: str, array: Any) -> int:
+        if not array.shape:
+            raise InvalidArgument(f"{what}: the array has no dims; expected one at least")
         rows = array.shape[0]
         if rows % self.size:
             raise InvalidArgument(
                 f"{what}: the first dim of {tuple(array.shape)} must be a multiple of the {self.size} members"
             )
         return int(rows) // self.size
+
+
+def _check_op(what: str, op: Any) -> str:
+    check_type(f"{what}: op", op, str, "sum, product, max, min or average")
+    return str(op)
+
+
+def _check_pairs(what: str, pairs: Any) -> list[tuple[Any, Any]]:
+    try:
+        return [(array, peer) for array, peer in pairs]
+    except (TypeError, ValueError):
+        raise InvalidArgument(
+            f"exchange: {what} must be pairs of an array and the other member, as in {what}=[(array, 1)]"
+        ) from None
 
 
 def _copy(what: str, array: Any) -> NDArray[Any]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 __all__ = ["Group", "Journal", "JournalError", "Note", "clean", "read_directory", "read_journal"]
 
 _MAGIC = b"PLYJRNL\n"
-_VERSION = 1
+_VERSION = 2
 _LARGEST = {"max_groups": 1 << 12, "max_events": 1 << 12, "num_slots": 1 << 20}
 _NO_PARENT = 0xFFFFFFFF
 _NOTE_KINDS = {1: "stall", 2: "failure"}
@@ -54,7 +54,7 @@ _OPERATION = np.dtype(
         *((name, "<i8") for name in ("count", "num_bytes", "enqueued_ns", "started_ns", "ended_ns")),
         *(("group", "<u4"), ("root", "<i4")),
         *((name, "u1") for name in ("operation", "dtype", "reduction", "state")),
-        *(("label", "S32"), ("reserved", "V28")),
+        *(("label", "S32"), ("num_parts", "<u4"), ("counts_hash", "<u8"), ("parts", "<i4", 4)),
     ]
 )
 # Operations that carry no elements.
@@ -124,11 +124,28 @@ class Journal:
         text = name
         if name not in _WITHOUT_DATA:
             text += f" {self.name('dtype', int(operation['dtype']))}[{operation['count']}]"
+        if operation["counts_hash"] > 1:
+            text += f" uneven (counts {int(operation['counts_hash']):x})"
+        elif operation["counts_hash"]:
+            text += ", uneven"
+        if operation["num_parts"]:
+            text = f"{name}: {self.describe_parts(operation)}"
         if "reduce" in name:
             text += f" {self.name('reduction', int(operation['reduction']))}"
         if operation["root"] >= 0:
             text += f" root {operation['root']}"
         return text
+
+    def describe_parts(self, operation: Any) -> str:
+        """As in "sends to 1, receives from 2": places in the group."""
+        told = [f"sends to {p}" if p >= 0 else f"receives from {~p}" for _, p in self.parts(operation)]
+        more = int(operation["num_parts"]) - len(told)
+        return ", ".join(told) + (f", and {more} more" if more > 0 else "")
+
+    def parts(self, operation: Any) -> list[tuple[bool, int]]:
+        """Of an exchange, as far as they are told: whether it sends, and the peer, or ~peer of a receive."""
+        known = operation["parts"][: int(operation["num_parts"])].tolist()
+        return [(part >= 0, part) for part in known]
 
     def state(self, name: str) -> int:
         """The number of a state; -1 if this journal has no such state."""

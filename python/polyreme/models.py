@@ -9,6 +9,7 @@ from typing import Any
 from . import _core
 from .checks import check_int, check_number, check_type
 from .errors import InvalidArgument
+from .precision import Precision
 
 __all__ = ["GPT", "Llama", "Model"]
 
@@ -25,7 +26,7 @@ class Model(ABC):
     seq_len: int
 
     @abstractmethod
-    def _config(self) -> Any: ...
+    def _config(self, precision: str | Precision = "fp32") -> Any: ...
 
     @abstractmethod
     def _linears(self) -> list[tuple[str, int, int, int]]:
@@ -41,13 +42,15 @@ class Model(ABC):
                 " hidden"
             )
 
-    def param_specs(self) -> list[dict[str, Any]]:
+    def param_specs(self, precision: str | Precision = "fp32") -> list[dict[str, Any]]:
         """Every parameter in order: name, shape, dtype, tie_group, weight_decay, cuts."""
-        return _core.model_param_specs(self._config())
+        return _core.model_param_specs(self._config(precision))
 
-    def cost(self, num_samples: int = 1, seq_len: int | None = None) -> dict[str, float]:
+    def cost(
+        self, num_samples: int = 1, seq_len: int | None = None, precision: str | Precision = "fp32"
+    ) -> dict[str, float]:
         """FLOPs and bytes of one micro-batch; a fused multiply-add counts 2."""
-        return _core.model_cost(self._config(), num_samples, seq_len or self.seq_len)
+        return _core.model_cost(self._config(precision), num_samples, seq_len or self.seq_len)
 
     def flops_per_token(self) -> float:
         """Model FLOPs of training on one token: 3 x forward, recomputation not counted."""
@@ -105,7 +108,7 @@ class GPT(Model):
         self._store("layer_norm_eps", check_number("GPT: layer_norm_eps", self.layer_norm_eps, above=True))
         self._store("init_std", check_number("GPT: init_std", self.init_std))
 
-    def _config(self) -> _core.GptConfig:
+    def _config(self, precision: str | Precision = "fp32") -> _core.GptConfig:
         return _core.GptConfig(
             layers=self.layers,
             hidden=self.hidden,
@@ -118,6 +121,7 @@ class GPT(Model):
             layer_norm_eps=self.layer_norm_eps,
             init_std=self.init_std,
             recompute=self.recompute,
+            **Precision.of(precision)._dtypes(),
         )
 
     def _linears(self) -> list[tuple[str, int, int, int]]:
@@ -189,7 +193,7 @@ class Llama(Model):
     def _mlp(self) -> int:
         return self.mlp_hidden or ((8 * self.hidden + 2) // 3 + 63) // 64 * 64
 
-    def _config(self) -> _core.LlamaConfig:
+    def _config(self, precision: str | Precision = "fp32") -> _core.LlamaConfig:
         return _core.LlamaConfig(
             layers=self.layers,
             hidden=self.hidden,
@@ -203,6 +207,7 @@ class Llama(Model):
             init_std=self.init_std,
             tied=self.tied,
             recompute=self.recompute,
+            **Precision.of(precision)._dtypes(),
         )
 
     def _linears(self) -> list[tuple[str, int, int, int]]:

@@ -6,7 +6,7 @@ import fnmatch
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,15 @@ from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
 from .mesh import Mesh
 from .models import Model
+from .precision import Precision
 from .schedule import FixedSchedule, Schedule, ScheduleKind, one_f_one_b
-from .verification import StepRecorder
+from .verification import StepRecorder, precision_to_verify
 from .world import Lanes
 from .zero import Zero
 
 __all__ = ["StepStats", "Trainer"]
+
+_SKIPS: dict[str | int, Any] = {"raise": 0, "skip": -1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,10 @@ class StepStats:
 
     loss: mean over the valid tokens of the global batch.
     grad_norm: 2-norm of the whole gradient before clipping.
-    lr: learning rate that was applied.
+    lr: learning rate that was applied, or would have been.
+    loss_scale: factor of the loss in this step; loss and grad_norm are without it.
+    skipped: the gradient or the loss was not finite, and nothing has changed; `step` has not advanced.
+    not_finite: where `skipped`, the first parameter and the first rank with such a gradient.
     tokens: of the global batch. valid_tokens: those with a target.
     mfu: model FLOPs per second over the measured rate (`Trainer.peak_flops`), or None.
     validation_loss: where `fit` evaluated after this step, else None.
@@ -47,6 +53,9 @@ class StepStats:
     tokens: int
     valid_tokens: int
     seconds: float
+    loss_scale: float = 1.0
+    skipped: bool = False
+    not_finite: str = ""
     mfu: float | None = None
     validation_loss: float | None = None
 
@@ -75,8 +84,11 @@ class Trainer:
             optimizer state; 8 / dp instead of 8 bytes per parameter with AdamW, the same traffic. 2: gradients
             too; 4 / dp instead of 4 bytes per parameter. 3: weights too; again 4 / dp instead of 4, half as
             much traffic again. A `Zero` has options such as the size of buckets and hybrid sharding.
-        precision: "fp32" in this version.
-
+        precision: "fp32", "bf16", "fp16" or a Precision: how parameters and activations are stored, and the scale
+            of the loss. Arithmetic and the optimizer are fp32; the same bits on every layout in each of them.
+        on_nonfinite: what to do when the gradient or the loss is not finite: "raise" NumericError, "skip" the
+            step, or skip this many in a row and raise at the next one. The error and `StepStats.not_finite` name
+            the first bad parameter. A dynamic loss scale that can back off always skips the step.
         frozen: patterns of names (as in fnmatch) of parameters that do not learn: ["wte.*", "h.0.*"]. They have
             neither gradient nor optimizer state, and backward ends with the first layer that learns.
 
@@ -105,7 +117,8 @@ class Trainer:
         lanes: Lanes | None = None,
         seed: int = 0,
         zero: int | Zero = 0,
-        precision: str = "fp32",
+        precision: str | Precision = "fp32",
+        on_nonfinite: str | int = "raise",
         schedule: ScheduleKind | FixedSchedule | None = None,
         split: Sequence[int] | None = None,
         frozen: Sequence[str] = (),
@@ -124,8 +137,9 @@ class Trainer:
             check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")
         lanes = lanes or Lanes()
         zero = Zero.of(zero)
-        if precision != "fp32":
-            raise NotAvailable(f"precision={precision!r}: this version computes in 'fp32'")
+        precision = precision_to_verify(Precision.of(precision))
+        if on_nonfinite not in ("raise", "skip"):
+            on_nonfinite = check_int("on_nonfinite", on_nonfinite, 1, otherwise="'raise' or 'skip'")
         global_batch = check_int("global_batch", global_batch, 1)
         micro_batch = check_int("micro_batch", micro_batch, 1)
         if clip_norm is not None:
@@ -136,6 +150,7 @@ class Trainer:
         self.optimizer = optimizer
         self.global_batch = global_batch
         self.seed = seed
+        self.precision = precision
         self.check_every = check_int("check_every", check_every, 0)
         self.frozen = _matching(self.parameter_names(), frozen)
         self.peak_flops: float | None = None
@@ -143,7 +158,7 @@ class Trainer:
         self._engine = _core.Engine(
             mesh.world._core,
             mesh._core,
-            model._config(),
+            model._config(precision),
             global_batch=global_batch,
             micro_batch=micro_batch,
             lanes_dp=lanes.dp or 0,
@@ -156,6 +171,8 @@ class Trainer:
             round_first=lanes.order == "round_first",
             prefetch=zero.prefetch,
             persist_below=zero.persist_below,
+            loss_scale=_core.LossScalerOptions(**asdict(precision.scaling())),
+            max_skipped=_SKIPS.get(on_nonfinite, on_nonfinite),
             optimizer={
                 **optimizer.core_options(model.param_specs()),
                 "trainable": [int(name not in self.frozen) for name in self.parameter_names()],
@@ -173,6 +190,16 @@ class Trainer:
     def applied_steps(self) -> int:
         """Updates made so far."""
         return self._engine.applied_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped because a gradient was not finite."""
+        return self._engine.skipped_steps
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the loss in the next step."""
+        return self._engine.loss_scaler_state[0]
 
     @property
     def num_parameters(self) -> int:
@@ -250,12 +277,13 @@ class Trainer:
     ) -> Iterator[StepStats]:
         order = _core.SampleOrder(data.num_samples, self.seed, True)
         while self.applied_steps < steps:
-            position = self.applied_steps
-            lr = self.optimizer.lr_at(position + 1)
+            position = self.applied_steps + self.skipped_steps
+            lr = self.optimizer.lr_at(self.applied_steps + 1)
             start = self._begin()
             raw = self._engine.train_step(data._core, order, position, lr)
             stats = self._stats(raw, lr, time.perf_counter() - start)
             due = stats.step == steps or (validate_every > 0 and stats.step % validate_every == 0)
+            due = due and not stats.skipped
             if validation is not None and due:
                 stats = replace(
                     stats, validation_loss=self.evaluate(validation, num_samples=validation_samples)
@@ -345,8 +373,12 @@ class Trainer:
         return self._engine.logits(_token_array(tokens, "tokens"))
 
     def parameter(self, name: str) -> NDArray[np.float32]:
-        """A copy of a parameter. Collective along pp, and with zero=3."""
+        """A copy of a parameter as the model reads it, in fp32. Collective along pp, and with zero=3."""
         return self._engine.read_param(name, "weight")
+
+    def master_parameter(self, name: str) -> NDArray[np.float32]:
+        """A copy of a parameter as the optimizer updates it, in fp32. Collective along pp, and from zero=1 on."""
+        return self._engine.read_param(name, "master")
 
     def set_parameter(self, name: str, values: ArrayLike) -> None:
         """Overwrites a parameter; every rank must give the same values.
@@ -385,7 +417,7 @@ class Trainer:
     def memory(self, *, step: bool = False) -> dict[str, int]:
         """Bytes of this rank by what they are for, computed from how parameters are divided; not collective.
 
-        Without `step`, what stays between steps: weights, gradients, tied gradients (of a tied parameter's
+        Without `step`, what stays between steps: weights, masters (fp32, of 16-bit weights), gradients, tied gradients (of a tied parameter's
         further uses), lane buffers (partial sums of a rank that has several lanes), moments. With it, also the
         most that a step adds at once: gather window (zero=3), buckets (zero=2 and 3, gradients that are not
         reduced yet). Activations and the communicators' staging are not among them.

@@ -2,7 +2,7 @@
 
 `polyreme verify` starts a script once for each layout with POLYREME_VERIFY_DIR and
 POLYREME_VERIFY_STEPS set; the trainer then writes a record of every step and ends the script after
-the last one.
+the last one. With POLYREME_VERIFY_PRECISION the trainer computes in that precision, and records losses alone.
 """
 
 from __future__ import annotations
@@ -18,14 +18,30 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from .errors import InvalidArgument
+from .precision import Precision
 
 if TYPE_CHECKING:
     from .trainer import StepStats, Trainer
 
-__all__ = ["Difference", "StepRecorder", "first_difference", "read_records"]
+__all__ = [
+    "Difference",
+    "LossDifference",
+    "StepRecorder",
+    "compare_losses",
+    "first_difference",
+    "precision_to_verify",
+    "read_records",
+]
 
 DIR_VARIABLE = "POLYREME_VERIFY_DIR"
 STEPS_VARIABLE = "POLYREME_VERIFY_STEPS"
+PRECISION_VARIABLE = "POLYREME_VERIFY_PRECISION"
+
+
+def precision_to_verify(precision: Precision) -> Precision:
+    """The precision that `polyreme verify --precision` asks for; outside of it, the script's own."""
+    dtype = os.environ.get(PRECISION_VARIABLE)
+    return precision if dtype in (None, precision.dtype) else Precision.of(str(dtype))
 
 
 class StepRecorder:
@@ -34,8 +50,9 @@ class StepRecorder:
     The trainer calls `begin` before a step and `record` after it.
     """
 
-    def __init__(self, folder: str, steps: int, rank: int) -> None:
+    def __init__(self, folder: str, steps: int, rank: int, *, losses_only: bool = False) -> None:
         self._steps = steps
+        self._losses_only = losses_only
         self._file: TextIO = open(os.path.join(folder, f"rank-{rank}.jsonl"), "w", encoding="utf-8")  # noqa: SIM115
 
     @classmethod
@@ -44,24 +61,27 @@ class StepRecorder:
         env = os.environ if environ is None else environ
         if DIR_VARIABLE not in env:
             return None
-        return cls(env[DIR_VARIABLE], int(env.get(STEPS_VARIABLE, "1")), rank)
+        steps = int(env.get(STEPS_VARIABLE, "1"))
+        return cls(env[DIR_VARIABLE], steps, rank, losses_only=PRECISION_VARIABLE in env)
 
     def begin(self, trainer: Trainer) -> None:
         """Notes the weights that the step starts from, which the script may have changed."""
-        self._weights_before = {name: _digest(trainer.parameter(name)) for name in trainer.parameter_names()}
+        names = [] if self._losses_only else trainer.parameter_names()
+        self._weights_before = {name: _digest(trainer.parameter(name)) for name in names}
 
     def record(self, trainer: Trainer, stats: StepStats) -> None:
         """Writes the step; after the last one ends the script with exit code 0 on every rank."""
-        names = trainer.parameter_names()
+        names = [] if self._losses_only else trainer.parameter_names()
         learning = [name for name in names if name not in trainer.frozen]
         line = {
             "step": stats.step,
             "lanes": trainer.lanes.dp,
             "weights_before": self._weights_before,
+            "skipped": stats.skipped,
             "loss": stats.loss.hex(),
             "grad_norm": stats.grad_norm.hex(),
             "gradients": {name: _digest(trainer.gradient(name)) for name in learning},
-            "weights": {name: _digest(trainer.parameter(name)) for name in names},
+            "weights": {name: _digest(trainer.master_parameter(name)) for name in names},
         }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -96,6 +116,43 @@ def read_records(folder: str, num_ranks: int) -> list[list[dict[str, Any]]]:
             )
         ranks.append(lines)
     return ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossDifference:
+    """How the losses of a run in 16 bits compare with those of its twin in fp32.
+
+    final, twin_final: mean loss of the last tenth of the steps, at least of one.
+    worst: the largest |loss - twin's| of a step, relative to the twin's.
+    skipped: steps that overflowed.
+    """
+
+    steps: int
+    final: float
+    twin_final: float
+    worst: float
+    skipped: int
+
+    @property
+    def drop(self) -> float:
+        """By how much the final loss is worse than the twin's, relative to it; negative where it is better."""
+        return (self.final - self.twin_final) / abs(self.twin_final) if self.twin_final else self.final
+
+
+def compare_losses(run: list[dict[str, Any]], twin: list[dict[str, Any]]) -> LossDifference:
+    """Compares the applied steps of two runs of one rank."""
+    applied = [[float.fromhex(r["loss"]) for r in records if not r["skipped"]] for records in (run, twin)]
+    steps = min(map(len, applied))
+    last = max(1, steps // 10)
+    losses, twin_losses = (values[:steps] for values in applied)
+    pairs = list(zip(losses, twin_losses, strict=True))
+    return LossDifference(
+        steps=steps,
+        final=sum(losses[-last:]) / last,
+        twin_final=sum(twin_losses[-last:]) / last,
+        worst=max(abs(loss - twin) / abs(twin) if twin else abs(loss) for loss, twin in pairs),
+        skipped=sum(record["skipped"] for record in run),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,7 @@ class World:
         # before the interpreter does.
         weakref.finalize(self, core.leave)
         weakref.finalize(self, core.stop_background, "the process is ending")
+        weakref.finalize(self, _report_last_exception, core)
 
     @property
     def rank(self) -> int:
@@ -121,7 +122,7 @@ def init(
         num_threads: threads of this rank's operations; default POLYREME_NUM_THREADS, or the CPUs
             that Slurm gave each task, or the CPUs of this process divided by the ranks of this host.
             Does not change the bits.
-        isa: "auto", "avx2" or "avx512"; all ranks use the lowest level among them.
+        isa: "auto", "avx2", "avx512" or "amx"; all ranks use the lowest level among them.
         executor: "immediate", or "deferred" to test the ordering of operations (slow).
         transport: "auto": shared memory between the ranks of a host, TCP between hosts; "shm", "tcp" or
             "mpi" (Open MPI, in a job of mpirun): that alone. Default POLYREME_TRANSPORT, or "auto". Does not
@@ -209,6 +210,16 @@ def _report_unhandled_exceptions(core: _core.World) -> None:
             world.report_failure(f"{kind.__name__}: {error}")
 
     sys.excepthook = hook
+
+
+def _report_last_exception(core: _core.World) -> None:
+    """At the end of the process. A hook that was set after ours may have kept the exception from it.
+
+    Where somebody types, an exception does not end the process.
+    """
+    error = getattr(sys, "last_value", None)
+    if error is not None and not hasattr(sys, "ps1") and not sys.flags.interactive:
+        core.report_failure(f"{type(error).__name__}: {error}")
 
 
 def _default_threads(env: RankEnvironment) -> int:

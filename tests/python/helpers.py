@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -159,3 +160,54 @@ def processes_with(name, value):
 def json_lines(text):
     """The JSON objects among the lines of a text."""
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def free_port():
+    """A port of this host that nobody uses, yet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Ranks:
+    """Processes of one job, without a launcher. `scripts[r]` is rank r's, `own[r]` its own variables."""
+
+    def __init__(self, scripts, own=None, **environment):
+        port = free_port()
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", script],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=clean_environment(
+                    RANK=str(rank),
+                    WORLD_SIZE=str(len(scripts)),
+                    **{
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(port),
+                        "POLYREME_SECRET": "a secret of this test",
+                        **environment,
+                        **(own or {}).get(rank, {}),
+                    },
+                ),
+            )
+            for rank, script in enumerate(scripts)
+        ]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def wait_for(self, rank, line):
+        assert line in self.processes[rank].stdout.readline(), self.processes[rank].communicate()
+
+    def end(self, rank):
+        """Its exit code, what it said and its error output."""
+        out, errors = self.processes[rank].communicate(timeout=HANG_S)
+        return self.processes[rank].returncode, json_lines(out), errors

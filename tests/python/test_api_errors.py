@@ -142,7 +142,7 @@ def test_configurations_are_frozen_and_have_keywords_only():
     [
         ({"zero": 4}, pr.InvalidArgument, ["zero=4", "from 0 to 3"]),
         ({"zero": "3"}, pr.InvalidArgument, ["zero='3'", "str", "polyreme.Zero"]),
-        ({"precision": "bf16"}, pr.NotAvailable, ["precision='bf16'", "'fp32'"]),
+        ({"precision": "fp8"}, pr.InvalidArgument, ["precision='fp8'", "'bf16'"]),
         ({"global_batch": 0}, pr.InvalidArgument, ["global_batch=0", "at least 1"]),
         ({"global_batch": 8.0}, pr.InvalidArgument, ["global_batch=8.0", "integer"]),
         ({"micro_batch": 0}, pr.InvalidArgument, ["micro_batch=0", "at least 1"]),
@@ -392,6 +392,22 @@ def test_a_loss_that_is_not_finite_with_a_gradient_that_is(world):
 # ---- groups ----
 
 
+def test_wrong_types_in_calls_of_groups(world):
+    group = pr.Mesh(world)["dp"]
+    one = np.ones(2, np.float32)
+    cases = [
+        (["all_reduce: op", "3"], lambda: group.all_reduce(one, 3)),
+        (["reduce_scatter: op", "None"], lambda: group.reduce_scatter(one, None)),
+        (["all_gather: rows", "2", "each member"], lambda: group.all_gather(one, rows=2)),
+        (["exchange", "sends=[(array, 1)]"], lambda: group.exchange(sends=[np.ones(3)])),
+        (["exchange", "receives=[(array, 1)]"], lambda: group.exchange(receives=3)),
+        (["label", "7"], lambda: group.label(7).__enter__()),
+    ]
+    for words, call in cases:
+        refused(pr.InvalidArgument, words, call)
+    assert group.all_reduce(one)[0] == 1  # still usable
+
+
 def test_all_reduce(world):
     group = pr.Mesh(world)["dp"]
     refused(
@@ -408,8 +424,9 @@ def test_all_reduce(world):
 @pytest.mark.parametrize("reduction", [None, 3])
 def test_a_reduction_that_is_no_text_is_a_type_error(world, operation, reduction):
     """It was a crash where the binding kept alive what a failed conversion had returned."""
+    arrays = [np.ones(4)] * (1 if operation == "all_reduce" else 2)
     with pytest.raises(TypeError):
-        getattr(pr.Mesh(world)["dp"], operation)(np.ones(4), reduction)
+        getattr(pr.Mesh(world)["dp"]._core, operation)(*arrays, reduction)
 
 
 @pytest.mark.parametrize("option", ["isa", "executor", "transport", "interface"])

@@ -31,7 +31,7 @@ class Written:
     def __init__(self, rank, world_size=4, *, slots=64, host="a", groups=(), ended=True):
         self.head = np.zeros((), layout._HEADER)
         sizes = {"max_groups": 4, "max_events": 4, "num_slots": slots}
-        fixed = {"magic": b"PLYJRNL\n", "version": 1, "header_bytes": 4096, "group_bytes": 96}
+        fixed = {"magic": b"PLYJRNL\n", "version": layout._VERSION, "header_bytes": 4096, "group_bytes": 96}
         more = {"event_bytes": 512, "operation_bytes": 128, "pid": 100 + rank, "start_ns": START}
         who = {"rank": rank, "world_size": world_size, "host": host, "boot_id": host, "job_id": "job"}
         for name, value in {**sizes, **fixed, **more, **who}.items():
@@ -49,7 +49,19 @@ class Written:
         self.head["num_groups"] = 1 + len(groups)
 
     def add(
-        self, sequence, *, operation=ALL_REDUCE, count=4, state=DONE, at_ms=0.0, group=0, label="", root=-1
+        self,
+        sequence,
+        *,
+        operation=ALL_REDUCE,
+        count=4,
+        state=DONE,
+        at_ms=0.0,
+        group=0,
+        label="",
+        root=-1,
+        counts_hash=0,
+        sends=(),
+        receives=(),
     ):
         """An operation that started at START + at_ms, and took 1 ms if it ended."""
         ticket = int(self.head["num_operations"])
@@ -59,9 +71,16 @@ class Written:
         values = {"mark": 2 * ticket + 2, "sequence": sequence, "count": count, "group": group, "root": root}
         values |= {"enqueued_ns": start, "started_ns": start if state != ENQUEUED else 0, "label": label}
         values |= {"ended_ns": start + MS if state >= DONE else 0, "operation": operation, "state": state}
+        parts = [*sends, *(~peer for peer in receives)]
+        values |= {"counts_hash": counts_hash, "num_parts": len(parts)}
         for name, value in values.items():
             row[name] = value
+        row["parts"][: len(parts)] = parts[:4]
         return self
+
+    def exchange(self, sequence, state=DONE, *, sends=(), receives=(), **options):
+        """With these peers; count is what is sent."""
+        return self.add(sequence, operation=EXCHANGE, state=state, sends=sends, receives=receives, **options)
 
     def note(self, kind, text, duration_ms=0):
         number = int(self.head["num_events"])
@@ -142,6 +161,79 @@ def test_f34_calls_that_differ(tmp_path):
     assert "rank 1: broadcast float32[4] root 0; ranks 0, 2-3: all_reduce" in "\n".join(
         render(examine(tmp_path))
     )
+
+
+def test_uneven_counts_that_differ(tmp_path):
+    for rank in range(3):
+        good(rank, world_size=3).add(11, state=FAILED, counts_hash=0xAB if rank else 2**64 - 1).save(tmp_path)
+    (mismatch,) = examine(tmp_path).mismatches
+    assert mismatch.calls == {
+        "all_reduce float32[4] uneven (counts ffffffffffffffff) sum": [0],
+        "all_reduce float32[4] uneven (counts ab) sum": [1, 2],
+    }
+
+
+def test_two_ranks_that_both_send_first(tmp_path):
+    for rank in range(4):
+        written = good(rank)
+        if rank in (1, 2):
+            peer = 3 - rank
+            written.exchange(1, sends=[peer], receives=[peer])
+            written.exchange(2, FAILED, sends=[peer], label="halo")
+        written.save(tmp_path)
+    report = examine(tmp_path)
+    assert not report.ok
+    assert not report.stuck
+    first, second = report.stuck_exchanges
+    assert (first.rank, first.sequence, first.label) == (1, 2, "halo")
+    assert (first.waits_for, first.circle) == ({2: "a receive"}, [1, 2])
+    assert (second.waits_for, second.circle) == ({1: "a receive"}, [2, 1])
+    text = "\n".join(render(report))
+    assert (
+        "rank 1, sequence 2, label 'halo': exchange that sends to rank 2: rank 2 has not posted a receive"
+        in text
+    )
+    assert "ranks 1-2 wait for each other" in text
+
+
+def test_a_circle_of_exchanges_and_who_waits_behind_it(tmp_path):
+    ring = {0: 1, 1: 2, 2: 0}
+    for rank in range(4):
+        written = good(rank)
+        if rank in ring:
+            written.exchange(1, RUNNING, receives=[ring[rank]])
+        else:
+            written.exchange(1, RUNNING, sends=[0], receives=[1])
+        written.save(tmp_path)
+    stuck = {each.rank: each for each in examine(tmp_path).stuck_exchanges}
+    assert stuck[0].circle == [0, 1, 2]
+    assert stuck[3].circle == []
+    assert stuck[3].waits_for == {0: "a receive", 1: "a send"}
+    assert stuck[1].waits_for == {2: "a send"}
+
+
+# The second tensor from 0 to 1: rank 1 has received one, and posts no other.
+def test_exchanges_are_matched_by_their_order_in_places_of_the_group(tmp_path):
+    group = [("pair", [1, 3], 5)]
+    good(1, groups=group).exchange(1, sends=[1, 1, 1], group=1).exchange(2, RUNNING, sends=[1], group=1).save(
+        tmp_path
+    )
+    good(3, groups=group).exchange(1, receives=[0], group=1).exchange(2, receives=[0, 0], group=1).save(
+        tmp_path
+    )
+    for rank in (0, 2):
+        good(rank).save(tmp_path)
+    (stuck,) = examine(tmp_path).stuck_exchanges
+    assert (stuck.group, stuck.rank, stuck.waits_for) == ("pair", 1, {3: "a receive"})
+    assert stuck.operation == "exchange that sends to rank 3"
+
+
+def test_an_exchange_whose_peer_came_but_did_not_end_either(tmp_path):
+    good(0, world_size=2).exchange(1, RUNNING, sends=[1] * 6).save(tmp_path)
+    good(1, world_size=2).exchange(1, RUNNING, receives=[0] * 6).save(tmp_path)
+    report = examine(tmp_path)
+    assert [each.waits_for for each in report.stuck_exchanges] == [{}, {}]
+    assert any("and 2 more: did not end" in line for line in render(report))
 
 
 def test_a_journal_that_is_missing(tmp_path):
@@ -254,9 +346,9 @@ def test_sizes_are_capped_before_memory_is_taken(tmp_path):
         with pytest.raises(JournalError, match=name):
             read_journal(path)
     written = good(0)
-    written.head["version"] = 2
+    written.head["version"] = layout._VERSION + 1
     path.write_bytes(written.to_bytes())
-    with pytest.raises(JournalError, match="version 2"):
+    with pytest.raises(JournalError, match=f"version {layout._VERSION + 1}"):
         read_journal(path)
 
 

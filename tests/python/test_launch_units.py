@@ -138,6 +138,9 @@ def test_secret_is_not_in_any_representation() -> None:
         ({"OMPI_COMM_WORLD_RANK": "1"}, ["OMPI_COMM_WORLD_RANK=1"]),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, []),  # a batch script, not a step
         ({"SLURM_STEP_NUM_TASKS": "1"}, []),
+        ({"SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0", "PMI_RANK": "0"}, []),  # srun -n 1 --mpi=pmix
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}, []),  # mpirun -n 1
+        ({"SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "2"}, ["PMI_RANK=0"]),
         ({"SLURM_STEP_NUM_TASKS": "4"}, ["SLURM_STEP_NUM_TASKS=4"]),
     ],
 )

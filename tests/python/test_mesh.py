@@ -135,7 +135,7 @@ def test_unknown_axes(world):
     refused(pr.InvalidArgument, ["dp is named twice"], lambda: mesh["dp", "dp"])
 
 
-def test_ranks_that_ask_for_different_meshes():
+def test_f40_ranks_that_ask_for_different_meshes():
     def run(world):
         sizes = dict(dp=2, tp=2) if world.rank == 3 else dict(dp=4)
         return refused(pr.CollectiveMismatch, ["'dp=4'", "'dp=2 x tp=2'"], lambda: pr.Mesh(world, **sizes))

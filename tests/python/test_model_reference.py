@@ -141,6 +141,39 @@ def test_clipping_scales_the_gradient_to_the_limit():
     run_ranks(1, run)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_16_bits_are_as_close_to_float64_as_pytorch(dtype, name):
+    """Loss and gradients of the first step from the same 16-bit weights; PyTorch stores the same tensors narrow."""
+    model = MODELS[name]
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    precision = pr.Precision(dtype=dtype, loss_scale=1024)
+
+    def run(world, seed):
+        trainer = make_trainer(world, model, global_batch=6, micro_batch=4, seed=seed, precision=precision)
+        perturb(trainer)
+        ((tokens, targets),) = batches(1, 6, model, ignored=0.2, seed=seed)
+        losses, grads = [], []
+        for kind in (torch.float64, narrow):
+            params = reference.parameters(trainer, kind)
+            loss = reference.loss(params, model, tokens, targets)
+            (loss * 1024).backward()
+            losses.append(loss.item())
+            grads.append({name: p.grad.double().numpy() / 1024 for name, p in params.items()})
+        stats = trainer.step(tokens, targets)
+        ours = {name: trainer.gradient(name) for name in trainer.parameter_names()}
+        errors = {"loss": [abs(value / losses[0] - 1) for value in (stats.loss, losses[1])]}
+        for name in ours:
+            errors[name] = [reference.relative_error(each[name], grads[0][name]) for each in (ours, grads[1])]
+        return errors
+
+    runs = [run_ranks(1, lambda world, seed=seed: run(world, seed))[0] for seed in range(NUM_RUNS)]
+    for what in runs[0]:
+        mine, theirs = (np.sqrt(np.mean([each[what][i] ** 2 for each in runs])) for i in (0, 1))
+        rounding = {"bf16": 2**-8, "fp16": 2**-11}[dtype] / 3**0.5
+        assert mine <= 1.5 * max(theirs, rounding), (what, mine, theirs)
+
+
 def test_llama_refuses_what_does_not_fit():
     sizes = dict(layers=1, hidden=48, heads=4, vocab=11, seq_len=8)
     for words, change in (

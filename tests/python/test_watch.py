@@ -6,15 +6,20 @@ Real processes under `polyreme run`, with the test settings of the catalogue: he
 
 from __future__ import annotations
 
+import contextlib
 import json
+import platform
+import queue
 import re
 import signal
 import socket
 import textwrap
+import threading
+import time
 
 import polyreme as pr
 import pytest
-from helpers import alone, json_lines, polyreme, refused
+from helpers import Ranks, alone, free_port, json_lines, polyreme, refused
 from polyreme.comm_report import examine, render
 from polyreme.journal import read_directory
 
@@ -56,9 +61,9 @@ def run(body):
 class Run:
     """One job of `num_ranks`, and its journals."""
 
-    def __init__(self, folder, script, num_ranks=3):
+    def __init__(self, folder, script, num_ranks=3, head=HEAD):
         path, self.record = folder / "script.py", folder / "record"
-        path.write_text(HEAD + textwrap.dedent(script))
+        path.write_text(head + textwrap.dedent(script))
         options = ("--survivor-grace", 2, "--kill-after", 0.5, "--prefix", "never", "--json")
         self.done = polyreme("run", "-n", num_ranks, "--record-dir", self.record, *options, path)
         self.told = {line["rank"]: line for line in json_lines(self.done.stdout)}
@@ -105,6 +110,177 @@ def test_the_journals_of_a_good_run(tmp_path):
     assert [bytes(op["label"]) for op in reductions] == [f"step {n}".encode() for n in range(20)]
     assert {int(op["num_bytes"]) for op in reductions} == {16}
     assert all(op["enqueued_ns"] <= op["started_ns"] <= op["ended_ns"] for op in first.operations)
+
+
+# Between the two halves of a ZeRO step: the gradients are reduced, the new weights have not been gathered.
+def test_f19_a_rank_killed_between_reduce_scatter_and_all_gather(tmp_path):
+    run = Run(
+        tmp_path,
+        """
+        def body():
+            for step in range(100):
+                part = group.reduce_scatter(np.ones(world.size * 4, np.float32))
+                if (world.rank, step) == (1, 3):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                group.all_gather(part)
+                finished.append(step)
+        finished = []
+        try:
+            body()
+        except pr.CommError as error:
+            tell(error=str(error), kind=type(error).__name__, finished=finished)
+            raise SystemExit(7)
+        """,
+    )
+    text = run.verdict([0, 2])
+    assert f"rank 1 (host {socket.gethostname()}, pid {run.pid(1)})" in text
+    assert {run.told[rank]["kind"] for rank in (0, 2)} == {"PeerLost"}
+    assert [run.told[rank]["finished"] for rank in (0, 2)] == [[0, 1, 2]] * 2
+
+
+# The interpreter calls the hook that was set last; ours is not even asked.
+def test_an_exception_is_known_to_all_whatever_hook_was_set_afterwards(tmp_path):
+    run = Run(
+        tmp_path,
+        """
+        import sys
+        sys.excepthook = lambda *of: print("mine", file=sys.stderr)
+        reduce("first")
+        if world.rank == 1:
+            raise ValueError("boom")
+        run(watch)
+        """,
+    )
+    text = run.verdict([0, 2])
+    assert text == f"rank 1 (host {socket.gethostname()}, pid {run.pid(1)}) failed: ValueError: boom"
+
+
+JOIN = """
+import json, time
+import numpy as np
+import polyreme as pr
+try:
+    world = pr.init(heartbeat_s=0.2, peer_timeout_s=1, timeout_s=20, init_timeout_s={limit}, num_threads=1)
+    for _ in range(20):
+        pr.Mesh(world)["dp"].all_reduce(np.ones(4))
+        time.sleep(0.1)
+    world.barrier()
+    print(json.dumps({{"failure": world.failure}}))
+except pr.CommError as error:
+    print(json.dumps({{"error": str(error)}}))
+"""
+
+
+def test_f09_rank_0_tells_whom_it_refused(tmp_path):
+    script = JOIN.format(limit=5)
+    with Ranks([script, script], own={1: {"POLYREME_SECRET": "of another job"}}) as ranks:
+        _, (told,), errors = ranks.end(0)
+        assert "the store refused 1 connection that does not know the secret of this job" in told["error"], (
+            told
+        )
+        assert "the last from 127.0.0.1:" in told["error"], told
+        assert "the secret of this job" in errors, "said while it waits"
+        _, (told,), _ = ranks.end(1)
+        assert "secret" in told["error"], told
+
+
+class SlowProxy:
+    """Passes bytes on to a port of this host, 20 ms later, once somebody listens there."""
+
+    def __init__(self, to_port, delay_s=0.02):
+        self.port, self.to_port, self.delay_s = free_port(), to_port, delay_s
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        while True:
+            with contextlib.suppress(OSError), self._connect():
+                break
+            time.sleep(0.05)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", self.port)) as listener:
+            while True:
+                near, far = listener.accept()[0], self._connect()
+                for source, target in ((near, far), (far, near)):
+                    pipe = queue.Queue()
+                    threading.Thread(target=self._read, args=(source, pipe), daemon=True).start()
+                    threading.Thread(target=self._write, args=(pipe, target), daemon=True).start()
+
+    def _connect(self):
+        return socket.create_connection(("127.0.0.1", self.to_port))
+
+    def _read(self, source, pipe):
+        data = b"-"
+        while data:
+            try:
+                data = source.recv(1 << 16)
+            except OSError:
+                data = b""
+            pipe.put((time.monotonic() + self.delay_s, data))
+
+    def _write(self, pipe, target):
+        with contextlib.suppress(OSError):
+            while True:
+                due, data = pipe.get()
+                time.sleep(max(0.0, due - time.monotonic()))
+                if not data:
+                    target.shutdown(socket.SHUT_WR)
+                    return
+                target.sendall(data)
+
+
+# Heartbeats, the meeting and the verdict of a failure all go by the store.
+def test_f50_a_store_behind_a_slow_proxy_is_no_dead_peer():
+    port = free_port()
+    proxy = SlowProxy(port)
+    script = JOIN.format(limit=30)
+    with Ranks(
+        [script] * 3, own={1: {"MASTER_PORT": str(proxy.port)}}, MASTER_PORT=str(port), POLYREME_JOB_ID="slow"
+    ) as ranks:
+        for rank in range(3):
+            code, told, errors = ranks.end(rank)
+            assert (code, told) == (0, [{"failure": ""}]), errors
+
+
+# Ends the process at its next system call of this number (SIGSYS).
+DIE_AT = """
+import ctypes, struct
+
+def die_at(number):
+    "After linux/filter.h: loads the number, compares it, kills or allows."
+    code = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x80000000), (0x06, 0, 0, 0x7FFF0000)]
+    steps = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in code))
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code), ctypes.addressof(steps)))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+    assert prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert prctl(22, 2, ctypes.addressof(program), 0, 0) == 0, ctypes.get_errno()  # PR_SET_SECCOMP, filter
+"""
+
+
+# It has met the others, and dies before they have a group: nothing in the group can notice that.
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
+@pytest.mark.parametrize(
+    ("transport", "call"), [("shm", 204), ("tcp", 50)], ids=["shm: sched_getaffinity", "tcp: listen"]
+)
+def test_a_rank_that_dies_before_the_group_is_open(tmp_path, transport, call):
+    script = f"""
+{DIE_AT}
+import json, os, time
+import polyreme as pr
+
+if os.environ["RANK"] == "1":
+    die_at({call})
+start = time.monotonic()
+try:
+    pr.init(heartbeat_s=0.5, peer_timeout_s=3, timeout_s=60, init_timeout_s=60, num_threads=1, transport="{transport}")
+except pr.CommError as error:
+    print(json.dumps({{"rank": int(os.environ["RANK"]), "error": str(error), "kind": type(error).__name__}}), flush=True)
+    raise SystemExit(7)
+"""
+    run = Run(tmp_path, script, head="")
+    assert set(run.told) == {0, 2}, run.done.stderr
+    for rank in (0, 2):
+        assert run.told[rank]["kind"] == "PeerLost", run.told
+        assert f"lost rank 1 (host {socket.gethostname()}, pid {run.pid(1)})" in run.told[rank]["error"]
 
 
 @pytest.mark.parametrize("others", ["reduce('lost')", "watch()"])

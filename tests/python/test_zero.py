@@ -23,11 +23,16 @@ def persistent_bytes(world, **options):
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_memory_is_the_formula(dp, zero):
-    for measured, terms, parameters in run_ranks(dp, lambda world: persistent_bytes(world, zero=zero)):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_memory_is_the_formula(dp, zero, precision):
+    def run(world):
+        return persistent_bytes(world, zero=zero, precision=precision)
+
+    for measured, terms, parameters in run_ranks(dp, run):
         divided = [parameters / dp if zero >= stage else parameters for stage in (1, 2, 3)]
         tied = MODEL.vocab * MODEL.hidden if zero < 2 or dp == 1 else 0
-        formula = 4 * divided[2] + 4 * (divided[1] + tied) + 8 * divided[0]
+        weights = 4 * divided[2] if precision == "fp32" else 2 * divided[2] + 4 * divided[0]
+        formula = weights + 4 * (divided[1] + tied) + 8 * divided[0]
         assert measured == pytest.approx(formula, rel=0.02)
         assert measured == pytest.approx(sum(terms.values()), rel=0.02)
 

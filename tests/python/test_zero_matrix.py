@@ -29,9 +29,10 @@ OPTIONS = {
     "tied": [True, False],
     "prefetch": [1, 0, 3],
     "persist_below": [0, 100],
+    "precision": ["fp32", "bf16", "fp16"],
 }
 # What the full product is over; the rest takes its first value.
-MAIN = ["dp", "stage", "bucket_bytes", "overlap", "micro_batch", "order", "recompute", "tied"]
+MAIN = ["dp", "stage", "bucket_bytes", "overlap", "micro_batch", "order", "recompute", "tied", "precision"]
 
 
 def combinations():
@@ -42,7 +43,7 @@ def combinations():
     return all_pairs(OPTIONS) + [firsts | dict(zip(MAIN, values, strict=True)) for values in product]
 
 
-def run(dp, *, stage, tied, recompute=False, order, micro_batch, **zero):
+def run(dp, *, stage, tied, recompute=False, order, micro_batch, precision="fp32", **zero):
     model = pr.models.GPT(**TINY, tied=tied, recompute=recompute, dropout=0.1)
     options = dict(
         lanes=pr.Lanes(dp=LANES, order=order),
@@ -50,6 +51,8 @@ def run(dp, *, stage, tied, recompute=False, order, micro_batch, **zero):
         zero=pr.Zero(stage=stage, **zero),
         global_batch=2 * LANES,
         clip_norm=0.5,
+        # fp16 at a scale at which nothing overflows.
+        precision=pr.Precision(dtype=precision, loss_scale=pr.LossScale(initial=1024.0)),
     )
     results = run_ranks(dp, lambda world: train(world, DATA, model, **options))
     assert all(result == results[0] for result in results), "ranks disagree"
@@ -57,8 +60,8 @@ def run(dp, *, stage, tied, recompute=False, order, micro_batch, **zero):
 
 
 @functools.cache
-def one_rank(tied, order, micro_batch):
-    return run(1, stage=0, tied=tied, order=order, micro_batch=micro_batch)
+def one_rank(tied, order, micro_batch, precision="fp32"):
+    return run(1, stage=0, tied=tied, order=order, micro_batch=micro_batch, precision=precision)
 
 
 @pytest.mark.parametrize("choice", combinations(), ids=lambda c: "-".join(str(v) for v in c.values()))
@@ -69,7 +72,7 @@ def test_same_bits(choice):
         zero["shard_size"] = min(zero["shard_size"], dp)
     # Under lane_first the size of micro-batches changes nothing; the round is what it cuts.
     micro_batch = choice["micro_batch"] if choice["order"] == "round_first" else 2
-    assert run(dp, **zero) == one_rank(choice["tied"], choice["order"], micro_batch)
+    assert run(dp, **zero) == one_rank(choice["tied"], choice["order"], micro_batch, choice["precision"])
 
 
 def test_the_orders_differ():

@@ -133,14 +133,11 @@ void compare_counts(MessageGroup& group, const CallMemory& memory) {
   std::copy(memory.send_counts.begin(), memory.send_counts.end(), own.begin());
   std::copy(memory.receive_counts.begin(), memory.receive_counts.end(), own.begin() + std::ssize(own) / 2);
   group.gather(counts.data(), static_cast<int64_t>(own.size_bytes()));
-  for (size_t from = 0; from < size; ++from)
-    for (size_t to = 0; to < size; ++to) {
-      const int64_t sent = of_rank(from)[to], expected = of_rank(to)[size + from];
-      if (sent != expected)
-        group.fail_and_throw(FailureKind::kMismatch,
-                             concat("rank ", from, " sends ", sent, " elements to rank ", to,
-                                    ", which expects ", expected, " from it"));
-    }
+  const std::string mismatch = find_count_mismatch(
+      group.size(),
+      [&](int from, int to) { return of_rank(static_cast<size_t>(from))[static_cast<size_t>(to)]; },
+      [&](int from, int to) { return of_rank(static_cast<size_t>(to))[size + static_cast<size_t>(from)]; });
+  if (!mismatch.empty()) group.fail_and_throw(FailureKind::kMismatch, mismatch);
 }
 
 }  // namespace

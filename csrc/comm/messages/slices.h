@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <span>
 #include <vector>
 
 #include "base/math.h"
+#include "comm/blocks.h"
 #include "comm/messages/group.h"
 
 namespace polyreme {
@@ -62,9 +62,5 @@ class Batch {
  private:
   std::vector<Message> messages_;
 };
-
-inline void copy_bytes(void* to, const void* from, int64_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
-}
 
 }  // namespace polyreme

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/fork.h"
+#include "base/interrupt.h"
 #include "comm/collective.h"
 #include "comm/mpi/mpi_table.h"
 #include "comm/shared_memory/process.h"
@@ -202,6 +203,7 @@ void MpiEndpoint::run(PolyremeMpiBatch* batch, milliseconds limit) {
 
 void MpiEndpoint::wait(Clock::duration idle) const {
   if (idle > kYield) {
+    check_interrupt();
     std::this_thread::sleep_for(kNap);
   } else if (idle > kSpin) {
     sched_yield();

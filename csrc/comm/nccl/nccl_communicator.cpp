@@ -7,6 +7,7 @@
 
 #include "comm/nccl/nccl_algorithms.h"
 #include "comm/nccl/nccl_table.h"
+#include "comm/split.h"
 
 namespace polyreme {
 namespace {
@@ -319,7 +320,7 @@ std::vector<NcclCommunicator::Wish> NcclCommunicator::exchange_wishes(const Coll
 
 std::unique_ptr<Communicator> NcclCommunicator::split(int color, int key, const std::string& name) {
   const SingleUser::Guard guard = enter();
-  constexpr size_t kMaxNameBytes = 200;
+  constexpr size_t kMaxNameBytes = SplitWish::kMaxNameBytes;
   require(name.size() <= kMaxNameBytes && name.find('\0') == std::string::npos,
           "split: the name of a group has at most ", kMaxNameBytes, " characters, none of them NUL; got ",
           name.size());

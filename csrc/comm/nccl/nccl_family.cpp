@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "comm/nccl/nccl_table.h"
+#include "comm/net/bytes.h"
 
 namespace polyreme {
 namespace {
@@ -26,6 +27,12 @@ void back_off(int round) {
   }
 }
 
+// At the beginning of what a rank has put into the store; the largest one if nothing can be told.
+uint64_t sequence_in(const std::string& text) {
+  const auto number = parse_number(std::string_view(text).substr(0, text.find(' ')));
+  return number && *number >= 0 ? static_cast<uint64_t>(*number) : UINT64_MAX;
+}
+
 char letter_of(FailureKind kind) { return static_cast<char>('0' + static_cast<int>(kind)); }
 
 std::optional<ProcessIdentity> identity_of(const RankRecord& record) {
@@ -35,7 +42,9 @@ std::optional<ProcessIdentity> identity_of(const RankRecord& record) {
   };
   if (field("boot") != boot_id() || field("start").empty() || field("pid_namespace").empty())
     return std::nullopt;
-  return ProcessIdentity{record.pid, std::stoull(field("start")), std::stoull(field("pid_namespace"))};
+  const auto start = parse_number(field("start")), pid_namespace = parse_number(field("pid_namespace"));
+  if (!start || !pid_namespace) return std::nullopt;
+  return ProcessIdentity{record.pid, static_cast<uint64_t>(*start), static_cast<uint64_t>(*pid_namespace)};
 }
 
 }  // namespace
@@ -147,7 +156,7 @@ std::string NcclFamily::absent_ranks(const NcclGroup& group, const CollectiveCal
       text += concat("; ", who(group, r), " does not answer");
     } else if (call.op == CollectiveOp::kExchange) {  // numbered by each rank for itself
       text += concat("; the last collective of ", who(group, r), " was ", mark->substr(mark->find(' ') + 1));
-    } else if (std::stoull(*mark) < call.sequence) {
+    } else if (sequence_in(*mark) < call.sequence) {
       text += concat("; ", who(group, r), " has not called it, its last call was ",
                      mark->substr(mark->find(' ') + 1));
     }
@@ -390,7 +399,7 @@ void NcclFamily::look_for_lost_peers(const NcclGroup& group, const CollectiveCal
       fail(FailureKind::kPeerLost, concat(where(group, call), ": ", who(group, r), " has ended"));
     if (!somebody_left) continue;
     const auto left = store().try_get(concat(group.base, "/left/", r));
-    if (left && call.op != CollectiveOp::kExchange && std::stoull(*left) < call.sequence)
+    if (left && call.op != CollectiveOp::kExchange && sequence_in(*left) < call.sequence)
       fail(FailureKind::kPeerLost,
            concat(where(group, call), ": ", who(group, r), " left the group before it"));
   }

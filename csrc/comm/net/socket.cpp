@@ -18,6 +18,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/interrupt.h"
 
 namespace polyreme {
 namespace {
@@ -38,13 +39,17 @@ AddressList resolve(const std::string& host, int port, int flags) {
   return {found, freeaddrinfo};
 }
 
-std::string address_text(const addrinfo& address) {
+std::string address_text(const sockaddr* address, socklen_t length) {
   std::array<char, NI_MAXHOST> host{};
   std::array<char, NI_MAXSERV> port{};
-  if (getnameinfo(address.ai_addr, address.ai_addrlen, host.data(), host.size(), port.data(), port.size(),
+  if (getnameinfo(address, length, host.data(), host.size(), port.data(), port.size(),
                   NI_NUMERICHOST | NI_NUMERICSERV) != 0)
     return "unknown address";
   return endpoint_text(host.data(), std::atoi(port.data()));
+}
+
+std::string address_text(const addrinfo& address) {
+  return address_text(address.ai_addr, address.ai_addrlen);
 }
 
 FileDescriptor open_socket(const addrinfo& address) {
@@ -54,12 +59,15 @@ FileDescriptor open_socket(const addrinfo& address) {
 // False at the deadline.
 bool wait_ready(int fd, short events, Deadline deadline) {
   while (true) {
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
     pollfd entry{fd, events, 0};
-    const int ready = poll(&entry, 1, static_cast<int>(std::clamp<int64_t>(left, 0, 1'000'000)));
+    const int ready =
+        poll(&entry, 1,
+             static_cast<int>(std::clamp(left, std::chrono::milliseconds(0), kInterruptInterval).count()));
     if (ready > 0) return true;
     if (ready == 0 && Clock::now() >= deadline) return false;
     if (ready < 0 && errno != EINTR) return false;
+    check_interrupt();
   }
 }
 
@@ -134,6 +142,13 @@ int port_of(const FileDescriptor& socket) {
   return 0;
 }
 
+std::string peer_of(const FileDescriptor& socket) {
+  sockaddr_storage peer{};
+  socklen_t length = sizeof(peer);
+  auto* address = reinterpret_cast<sockaddr*>(&peer);
+  return getpeername(socket.get(), address, &length) == 0 ? address_text(address, length) : "somebody";
+}
+
 void set_connection_options(const FileDescriptor& socket, std::chrono::milliseconds silent_limit) {
   const auto set = [&](int level, int option, int value) {
     setsockopt(socket.get(), level, option, &value, sizeof(value));
@@ -168,6 +183,7 @@ FileDescriptor dial(const std::string& host, int port, const DialOptions& option
       }
       answers[address_text(*address)] = error;
     }
+    check_interrupt();
     if (options.insist) std::this_thread::sleep_for(std::chrono::milliseconds(20));
   } while (options.insist && Clock::now() < deadline);
   std::string tried;

@@ -38,6 +38,8 @@ FileDescriptor listen_on(const std::string& host, int port, const char* what = "
 // Takes over a listening socket. Throws InvalidArgument if `fd` is none.
 FileDescriptor adopt_listener(int fd);
 int port_of(const FileDescriptor& socket);
+// Who is at the other end, as endpoint_text has it; "somebody" if it has gone.
+std::string peer_of(const FileDescriptor& socket);
 // "127.0.0.1:1234", "[::1]:1234"
 std::string endpoint_text(const std::string& address, int port);
 // Without a delay for small messages; a peer whose host stopped answering is an error after

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <vector>
 
+#include "comm/blocks.h"
 #include "comm/shared_memory/direct.h"
 #include "comm/shared_memory/slices.h"
 #include "comm/tree.h"
@@ -15,28 +16,29 @@ namespace {
 // Below this many bytes over all ranks every rank reduces everything itself: one meeting less.
 constexpr int64_t kOneShotBytes = 32 << 10;
 
-void copy_bytes(void* to, const void* from, int64_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
-}
-
 // The blocks of a tensor that has one for each rank, of counts[r] elements, or of call.count without counts.
-std::vector<Range> blocks_of(const CollectiveCall& call, const std::vector<int64_t>& counts, int size) {
-  const auto element = static_cast<int64_t>(dtype_size(call.dtype));
-  std::vector<Range> blocks;
-  int64_t begin = 0;
-  for (int r = 0; r < size; ++r) {
-    const int64_t bytes = (counts.empty() ? call.count : counts[static_cast<size_t>(r)]) * element;
-    blocks.push_back({begin, bytes});
-    begin += bytes;
+class Blocks {
+ public:
+  Blocks(const CollectiveCall& call, const std::vector<int64_t>& counts, int size)
+      : even_bytes_(call.count * static_cast<int64_t>(dtype_size(call.dtype))), longest_(even_bytes_) {
+    if (counts.empty()) return;  // so that small calls need no memory
+    longest_ = 0;
+    for (int r = 0; r < size; ++r) {
+      const int64_t begin = r == 0 ? 0 : uneven_.back().begin + uneven_.back().bytes;
+      const auto element = static_cast<int64_t>(dtype_size(call.dtype));
+      uneven_.push_back({begin, counts[static_cast<size_t>(r)] * element});
+      longest_ = std::max(longest_, uneven_.back().bytes);
+    }
   }
-  return blocks;
-}
+  Range operator[](int rank) const {
+    return uneven_.empty() ? Range{rank * even_bytes_, even_bytes_} : uneven_[static_cast<size_t>(rank)];
+  }
+  int64_t longest() const { return longest_; }
 
-int64_t longest_of(const std::vector<Range>& blocks) {
-  int64_t longest = 0;
-  for (const Range& block : blocks) longest = std::max(longest, block.bytes);
-  return longest;
-}
+ private:
+  int64_t even_bytes_, longest_;
+  std::vector<Range> uneven_;
+};
 
 // The opening meeting of an uneven all_to_all. Every rank looks at what all of them send and expect, so that
 // all find the same difference, if any, before one of them writes. Returns the bytes of the largest block,
@@ -52,18 +54,15 @@ int64_t compare_counts(SharedGroup& group, const CollectiveCall& call, const Cal
   group.meet();
   for (int r = 0; r < group.size(); ++r)
     counts.push_back(size > 1 ? reinterpret_cast<const int64_t*>(group.staging(r, slot)) : mine.data());
+  const std::string mismatch = find_count_mismatch(
+      group.size(), [&](int from, int to) { return counts[static_cast<size_t>(from)][to]; },
+      [&](int from, int to) { return counts[static_cast<size_t>(to)][group.size() + from]; });
+  if (!mismatch.empty()) group.fail_and_throw(FailureKind::kMismatch, mismatch);
   const auto element = static_cast<int64_t>(dtype_size(call.dtype));
   int64_t longest = 0;
   for (size_t from = 0; from < size; ++from) {
     offsets[from] = element * std::accumulate(counts[from], counts[from] + group.rank(), int64_t{0});
-    for (size_t to = 0; to < size; ++to) {
-      const int64_t sent = counts[from][to], expected = counts[to][size + from];
-      if (sent != expected)
-        group.fail_and_throw(
-            FailureKind::kMismatch,
-            concat("rank ", from, " sends ", sent, " elements to rank ", to, ", which expects ", expected));
-      longest = std::max(longest, sent);
-    }
+    longest = std::max(longest, *std::max_element(counts[from], counts[from] + size));
   }
   return longest * element;
 }
@@ -80,10 +79,13 @@ void reduce_from_staging(SharedGroup& group, const CollectiveCall& call, int slo
 
 void all_reduce_one_shot(SharedGroup& group, const CollectiveCall& call, char* data, int64_t bytes) {
   const int slot = group.slot();
-  copy_bytes(group.staging(group.rank(), slot), data, bytes);
+  copy_bytes(group.staging(group.rank(), slot, bytes), data, bytes);
   group.meet();
   std::vector<const void*> terms(static_cast<size_t>(group.size()));
-  reduce_from_staging(group, call, slot, 0, bytes, data, data, terms);
+  for (int r = 0; r < group.size(); ++r)
+    terms[static_cast<size_t>(r)] = r == group.rank() ? data : group.staging(r, slot, bytes);
+  tree_reduce(Reduction::whole(call.reduce, call.dtype, group.size()), terms.data(), group.size(), call.count,
+              data);
 }
 
 }  // namespace
@@ -137,7 +139,8 @@ void run_reduce_scatter(SharedGroup& group, const CollectiveCall& call, const vo
   const int rank = group.rank(), size = group.size();
   const auto* in = static_cast<const char*>(input);
   auto* out = static_cast<char*>(output);
-  const int64_t total = call.count * static_cast<int64_t>(dtype_size(call.dtype));
+  const auto element = static_cast<int64_t>(dtype_size(call.dtype));
+  const int64_t total = call.count * element;
   if (total == 0 || size == 1) {
     group.meet();
     return copy_bytes(out, in, total);
@@ -147,15 +150,18 @@ void run_reduce_scatter(SharedGroup& group, const CollectiveCall& call, const vo
     if (direct.everywhere()) return direct.reduce_scatter(call, out, total);
   }
   std::vector<const void*> terms(static_cast<size_t>(size));
-  const int64_t chunk = group.chunk_bytes() / size;
+  const int64_t chunk = std::min(group.chunk_bytes() / size, total);
+  const Reduction reduction = Reduction::whole(call.reduce, call.dtype, size);
   for (int64_t begin = 0; begin < total; begin += chunk) {
     const int64_t length = std::min(chunk, total - begin);
     const int slot = group.slot();
+    const auto staging = [&](int r) { return group.staging(r, slot, chunk * size); };
     for (int r = 0; r < size; ++r)
-      if (r != rank) copy_bytes(group.staging(rank, slot) + r * chunk, in + r * total + begin, length);
+      if (r != rank) copy_bytes(staging(rank) + r * chunk, in + r * total + begin, length);
     group.meet();
-    reduce_from_staging(group, call, slot, rank * chunk, length, in + rank * total + begin, out + begin,
-                        terms);
+    for (int r = 0; r < size; ++r)
+      terms[static_cast<size_t>(r)] = r == rank ? in + rank * total + begin : staging(r) + rank * chunk;
+    tree_reduce(reduction, terms.data(), size, length / element, out + begin);
   }
 }
 
@@ -163,9 +169,9 @@ void run_all_gather(SharedGroup& group, const CollectiveCall& call, const CallMe
   const int rank = group.rank(), size = group.size();
   const auto* in = static_cast<const char*>(memory.input);
   auto* out = static_cast<char*>(memory.output);
-  const std::vector<Range> blocks = blocks_of(call, memory.receive_counts, size);
-  const Range own = blocks[static_cast<size_t>(rank)];
-  const int64_t longest = longest_of(blocks);
+  const Blocks blocks(call, memory.receive_counts, size);
+  const Range own = blocks[rank];
+  const int64_t longest = blocks.longest();
   if (longest == 0 || size == 1) {
     group.meet();
     return copy_bytes(out + own.begin, in, own.bytes);
@@ -175,21 +181,21 @@ void run_all_gather(SharedGroup& group, const CollectiveCall& call, const CallMe
     if (direct.everywhere()) {
       copy_bytes(out + own.begin, in, own.bytes);
       for (int i = 1; i < size; ++i) {
-        const Range block = blocks[static_cast<size_t>((rank + i) % size)];
+        const Range block = blocks[(rank + i) % size];
         direct.read(out + block.begin, (rank + i) % size, 0, block.bytes);
       }
       return direct.end();
     }
   }
-  const int64_t chunk = group.chunk_bytes();
+  const int64_t chunk = std::min(group.chunk_bytes(), longest);
   for (int64_t begin = 0; begin < longest; begin += chunk) {
     const int slot = group.slot();
-    copy_bytes(group.staging(rank, slot), in + begin, std::min(chunk, own.bytes - begin));
+    copy_bytes(group.staging(rank, slot, chunk), in + begin, std::min(chunk, own.bytes - begin));
     group.meet();
     for (int i = 0; i < size; ++i) {
       const int r = (rank + i) % size;  // not all ranks read the same staging at once
-      const Range block = blocks[static_cast<size_t>(r)];
-      copy_bytes(out + block.begin + begin, r == rank ? in + begin : group.staging(r, slot),
+      const Range block = blocks[r];
+      copy_bytes(out + block.begin + begin, r == rank ? in + begin : group.staging(r, slot, chunk),
                  std::min(chunk, block.bytes - begin));
     }
   }
@@ -207,13 +213,13 @@ void run_broadcast(SharedGroup& group, const CollectiveCall& call, void* data) {
       return direct.end();
     }
   }
-  const int64_t chunk = group.chunk_bytes();
+  const int64_t chunk = std::min(group.chunk_bytes(), total);
   for (int64_t begin = 0; begin < total; begin += chunk) {
     const int64_t length = std::min(chunk, total - begin);
     const int slot = group.slot();
-    if (is_root) copy_bytes(group.staging(call.root, slot), bytes + begin, length);
+    if (is_root) copy_bytes(group.staging(call.root, slot, chunk), bytes + begin, length);
     group.meet();
-    if (!is_root) copy_bytes(bytes + begin, group.staging(call.root, slot), length);
+    if (!is_root) copy_bytes(bytes + begin, group.staging(call.root, slot, chunk), length);
   }
 }
 
@@ -222,21 +228,19 @@ void run_all_to_all(SharedGroup& group, const CollectiveCall& call, const CallMe
   const auto* in = static_cast<const char*>(memory.input);
   auto* out = static_cast<char*>(memory.output);
   const bool uneven = call.counts_hash != 0;
-  const std::vector<Range> to = blocks_of(call, memory.send_counts, size);
-  const std::vector<Range> from = blocks_of(call, memory.receive_counts, size);
+  const Blocks to(call, memory.send_counts, size), from(call, memory.receive_counts, size);
   // Where the block for this rank begins in the input of each rank.
   std::vector<int64_t> offsets(static_cast<size_t>(size),
                                rank * call.count * static_cast<int64_t>(dtype_size(call.dtype)));
-  const int64_t longest = uneven ? compare_counts(group, call, memory, offsets) : to[0].bytes;
+  const int64_t longest = uneven ? compare_counts(group, call, memory, offsets) : to.longest();
   if (!uneven && (longest == 0 || size == 1)) group.meet();
-  const auto self = static_cast<size_t>(rank);
   if (DirectCall::pays(group, longest)) {
-    DirectCall direct(group, in, to.back().begin + to.back().bytes);
+    DirectCall direct(group, in, to[size - 1].begin + to[size - 1].bytes);
     if (direct.everywhere()) {
-      copy_bytes(out + from[self].begin, in + to[self].begin, to[self].bytes);
+      copy_bytes(out + from[rank].begin, in + to[rank].begin, to[rank].bytes);
       for (int i = 1; i < size; ++i) {
-        const auto r = static_cast<size_t>((rank + i) % size);
-        direct.read(out + from[r].begin, static_cast<int>(r), offsets[r], from[r].bytes);
+        const int r = (rank + i) % size;
+        direct.read(out + from[r].begin, r, offsets[static_cast<size_t>(r)], from[r].bytes);
       }
       return direct.end();
     }
@@ -245,7 +249,7 @@ void run_all_to_all(SharedGroup& group, const CollectiveCall& call, const CallMe
   for (int64_t begin = 0; begin < longest && size > 1; begin += piece) {
     const int slot = group.slot();
     for (int r = 0; r < size; ++r) {
-      const Range block = to[static_cast<size_t>(r)];
+      const Range block = to[r];
       if (r != rank)
         copy_bytes(group.staging(rank, slot) + r * piece, in + block.begin + begin,
                    std::min(piece, block.bytes - begin));
@@ -253,12 +257,12 @@ void run_all_to_all(SharedGroup& group, const CollectiveCall& call, const CallMe
     group.meet();
     for (int i = 1; i < size; ++i) {
       const int r = (rank + i) % size;
-      const Range block = from[static_cast<size_t>(r)];
+      const Range block = from[r];
       copy_bytes(out + block.begin + begin, group.staging(r, slot) + rank * piece,
                  std::min(piece, block.bytes - begin));
     }
   }
-  copy_bytes(out + from[self].begin, in + to[self].begin, to[self].bytes);
+  copy_bytes(out + from[rank].begin, in + to[rank].begin, to[rank].bytes);
 }
 
 }  // namespace polyreme

@@ -9,8 +9,10 @@
 #include <bit>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <thread>
 
+#include "base/interrupt.h"
 #include "base/math.h"
 
 namespace polyreme {
@@ -157,48 +159,53 @@ void SharedGroup::begin(const CollectiveCall& call, std::chrono::milliseconds li
     call_ = call;
   }
   limit_ = limit;
-  mine().call[slot()] = call;
+  mine().mail[slot()].call = call;
   opening_ = true;
 }
 
 void SharedGroup::meet() {
   struct Meeting final : Awaited {
-    explicit Meeting(const SharedGroup& group) : group_(group) {}
+    Meeting(const SharedGroup& group, int slot) : group_(group), slot_(slot) {}
+    bool has_come(int rank) const {
+      return group_.block(rank).mail[slot_].arrived.load(std::memory_order_acquire) >= group_.meetings_;
+    }
     Outcome poll() override {
-      const uint64_t target = group_.meetings_ * static_cast<uint64_t>(group_.size_);
-      const uint64_t arrivals = group_.group().arrivals.count.load(std::memory_order_acquire);
-      return arrivals >= target ? Outcome::kDone : Outcome::kNothing;
+      while (first_missing_ < group_.size_ && has_come(first_missing_)) ++first_missing_;
+      return first_missing_ == group_.size_ ? Outcome::kDone : Outcome::kNothing;
     }
     std::vector<int> missing() override {
       std::vector<int> ranks;
       for (int r = 0; r < group_.size_; ++r)
-        if (group_.block(r).arrived.load(std::memory_order_acquire) < group_.meetings_) ranks.push_back(r);
+        if (!has_come(r)) ranks.push_back(r);
       return ranks;
     }
     const SharedGroup& group_;
+    int slot_;
+    int first_missing_ = 0;
   };
-  const int slot_met = slot();
-  ++meetings_;
-  // `arrived` first: a rank that looks for who is missing must not find one that has been counted.
-  mine().arrived.store(meetings_, std::memory_order_relaxed);
-  Bell& arrivals = group().arrivals;
-  if (arrivals.count.fetch_add(1, std::memory_order_seq_cst) + 1 ==
-      meetings_ * static_cast<uint64_t>(size_)) {
-    // Either the sleeper's count is seen here, or the new number of arrivals keeps it from sleeping.
-    if (arrivals.sleepers.load(std::memory_order_seq_cst) > 0) wake(arrivals);
-  } else {
-    Meeting meeting(*this);
-    await(meeting, arrivals);
-  }
-  if (opening_) compare_calls(slot_met);
+  Meeting meeting(*this, slot());
+  // Sequentially consistent, as what is read next: either the sleeper is seen there, or it sees this arrival.
+  mine().mail[slot()].arrived.store(++meetings_, std::memory_order_seq_cst);
+  ring_if_asleep(group().arrivals);
+  await(meeting, group().arrivals);
+  if (opening_) compare_calls(meeting.slot_);
 }
 
 void SharedGroup::await(Awaited& awaited, Bell& bell) {
   using Outcome = Awaited::Outcome;
+  // Counts as a sleeper before it polls for the last time and sleeps: see ring_if_asleep.
+  struct Sleeper {
+    explicit Sleeper(Bell& of) : bell(of) { bell.sleepers.fetch_add(1, std::memory_order_seq_cst); }
+    ~Sleeper() { bell.sleepers.fetch_sub(1, std::memory_order_relaxed); }
+    Sleeper(const Sleeper&) = delete;
+    Bell& bell;
+  };
+  std::optional<Sleeper> sleeper;
   const WaitingPolicy& policy = oversubscribed_ ? kOversubscribed : kCorePerRank;
   Clock::time_point deadline, next_look;
   for (int idle = 0;; ++idle) {
-    const uint64_t seen = bell.count.load(std::memory_order_acquire);
+    if (idle == policy.pauses + policy.yields && !sleeper) sleeper.emplace(bell);
+    const uint64_t seen = bell.count.load(std::memory_order_seq_cst);
     const Outcome outcome = awaited.poll();
     if (outcome == Outcome::kDone) break;
     if (outcome == Outcome::kProgress) idle = -1;
@@ -218,27 +225,29 @@ void SharedGroup::await(Awaited& awaited, Bell& bell) {
     throw_if_failed();
     look_for_departed(awaited);
     if (now >= next_look) {
+      check_interrupt();
       look_for_dead(awaited);
       next_look = now + kLookInterval;
     }
     if (now >= deadline) time_out(awaited);
-    sleep(bell, seen,
-          std::max<Clock::duration>(std::min(next_look, deadline) - now, std::chrono::microseconds(1)));
+    futex_wait(low_half(bell.count), static_cast<uint32_t>(seen),
+               std::max<Clock::duration>(std::min(next_look, deadline) - now, std::chrono::microseconds(1)));
   }
   if (mine().waits_for.load(std::memory_order_relaxed) != 0)
     mine().waits_for.store(0, std::memory_order_relaxed);
 }
 
-void SharedGroup::sleep(Bell& bell, uint64_t seen, std::chrono::nanoseconds limit) {
-  bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  if (bell.count.load(std::memory_order_seq_cst) == seen)
-    futex_wait(low_half(bell.count), static_cast<uint32_t>(seen), limit);
-  bell.sleepers.fetch_sub(1, std::memory_order_relaxed);
-}
-
 void SharedGroup::ring(Bell& bell) {
   bell.count.fetch_add(1, std::memory_order_seq_cst);
   if (bell.sleepers.load(std::memory_order_seq_cst) > 0) wake(bell);
+}
+
+// After a sequentially consistent store of what sleepers wait for. Nobody writes the bell while nobody
+// sleeps.
+void SharedGroup::ring_if_asleep(Bell& bell) {
+  if (bell.sleepers.load(std::memory_order_seq_cst) == 0) return;
+  bell.count.fetch_add(1, std::memory_order_seq_cst);
+  wake(bell);
 }
 
 void SharedGroup::wake_all() noexcept {
@@ -322,10 +331,10 @@ std::string SharedGroup::progress_text(const std::vector<int>& ranks) const {
 void SharedGroup::compare_calls(int slot) {
   opening_ = false;
   bool equal = true;
-  for (int r = 0; r < size_; ++r) equal = equal && block(r).call[slot] == call_;
+  for (int r = 0; r < size_; ++r) equal = equal && block(r).mail[slot].call == call_;
   if (equal) return;
   std::vector<CollectiveCall> calls;
-  for (int r = 0; r < size_; ++r) calls.push_back(block(r).call[slot]);
+  for (int r = 0; r < size_; ++r) calls.push_back(block(r).mail[slot].call);
   fail_and_throw(FailureKind::kMismatch,
                  concat("the ranks called different collectives: ", mismatch_text(calls)));
 }

@@ -115,6 +115,10 @@ class SharedGroup {
   int slot() const { return static_cast<int>(meetings_ % kNumSlots); }
   int64_t chunk_bytes() const { return layout_.chunk_bytes(); }
   char* staging(int rank, int slot) const { return layout_.staging(base(), rank, slot); }
+  // Where a rank stages `bytes` bytes, of a call that stages no more.
+  char* staging(int rank, int slot, int64_t bytes) const {
+    return bytes <= Mail::kSmallBytes ? block(rank).mail[slot].small : staging(rank, slot);
+  }
   char* result(int rank, int slot) const { return layout_.result(base(), rank, slot); }
   char* note(int rank, int slot) const { return block(rank).note[slot]; }
   Channel& channel(int from, int to) const { return layout_.channel(base(), from, to); }
@@ -143,8 +147,8 @@ class SharedGroup {
   RankBlock& mine() const { return block(rank_); }
 
   void await(Awaited& awaited, Bell& bell);
-  static void sleep(Bell& bell, uint64_t seen, std::chrono::nanoseconds limit);
   static void ring(Bell& bell);
+  static void ring_if_asleep(Bell& bell);
   void wake_all() noexcept;
   void look_for_departed(Awaited& awaited);
   void look_for_dead(Awaited& awaited);

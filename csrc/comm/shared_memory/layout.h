@@ -20,7 +20,7 @@
 namespace polyreme {
 
 inline constexpr uint64_t kSegmentMagic = 0x504f4c5952454d45;  // "POLYREME"
-inline constexpr uint32_t kSegmentVersion = 2;
+inline constexpr uint32_t kSegmentVersion = 3;
 inline constexpr size_t kNoteBytes = 512;
 inline constexpr int kNumSlots = 2;
 // Messages that a rank stages at once in an exchange; more take turns.
@@ -29,7 +29,17 @@ inline constexpr int kNumLanes = 4;
 // Two cache lines apart: the adjacent-line prefetcher pairs them.
 inline constexpr size_t kLineBytes = 128;
 
-// A counter that ranks sleep on; its low half is the futex.
+// What a rank brings to a meeting: all that a small call needs, next to the word that the others look at, so
+// that one cache miss fetches both. `arrived` is stored last.
+struct alignas(kLineBytes) Mail {
+  static constexpr int64_t kSmallBytes = 88;
+  std::atomic<uint64_t> arrived;  // the number of the meeting, of those in this slot
+  CollectiveCall call;
+  char small[kSmallBytes];  // data of the call, instead of staging
+};
+static_assert(sizeof(Mail) == kLineBytes);
+
+// What ranks sleep on; the low half of the count is the futex. Whoever waits for long counts as a sleeper.
 struct Bell {
   alignas(kLineBytes) std::atomic<uint64_t> count;
   alignas(kLineBytes) std::atomic<uint32_t> sleepers;
@@ -42,7 +52,7 @@ struct GroupBlock {
   int64_t chunk_bytes;
   int64_t segment_bytes;
 
-  Bell arrivals;  // of all ranks at all meetings
+  Bell arrivals;  // rung at a meeting while somebody sleeps
   std::atomic<uint32_t> departures;
   // The first failure wins: 0 none, 1 being written, 2 readable.
   std::atomic<uint32_t> failure_state;
@@ -60,19 +70,19 @@ struct alignas(kLineBytes) RankBlock {
   int32_t job_rank;
 
   // Read by others only when something is wrong.
-  alignas(kLineBytes) std::atomic<uint64_t> arrived;  // meetings this rank has come to
-  CallLedger ledger;
+  alignas(kLineBytes) CallLedger ledger;
   std::atomic<int32_t> waits_for;  // a rank, plus 1; 0: none, or not for long yet
   std::atomic<uint32_t> reads;     // 1: while it reads memory of its peers
   std::atomic<uint32_t> departed;  // 1: see departure_text
   char departure_text[256];
 
   // Plain, by slot.
-  alignas(kLineBytes) CollectiveCall call[kNumSlots];
+  Mail mail[kNumSlots];
   struct Published {
     uint64_t handle;  // of PeerMemory
     int64_t bytes;
-  } published[kNumSlots];
+  };
+  alignas(kLineBytes) Published published[kNumSlots];
   alignas(kLineBytes) char note[kNumSlots][kNoteBytes];
 
   Bell channels;  // rung when a peer has changed a channel of this rank in an exchange

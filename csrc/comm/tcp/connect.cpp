@@ -10,6 +10,7 @@
 #include <list>
 
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "comm/tcp/wire.h"
 
 namespace polyreme {
@@ -70,6 +71,7 @@ class Reception {
   void run() {
     while (num_missing_ > 0) {
       if (Clock::now() >= options_.deadline) time_out();
+      check_interrupt();
       std::vector<pollfd> polled = {{strangers_.size() < kMaxStrangers ? listener_.get() : -1, POLLIN, 0}};
       for (const Stranger& stranger : strangers_) polled.push_back({stranger.socket.get(), POLLIN, 0});
       const auto limit = std::min(kLookInterval, time_left(options_.deadline)).count();

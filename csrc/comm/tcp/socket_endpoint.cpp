@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/interrupt.h"
 #include "comm/collective.h"
 #include "comm/net/bytes.h"
 
@@ -24,7 +25,7 @@ using ControlState = ControlLinks::State;
 constexpr microseconds kSpin{50};
 // A waiting rank tries at least this often. A full socket tells of room only once a third is free,
 // which on a slow link takes long.
-constexpr milliseconds kTryInterval{250};
+constexpr milliseconds kTryInterval = kInterruptInterval;
 // How long the control connection has to say why a data connection ended, and the other way round.
 constexpr milliseconds kTimeToExplain{500};
 constexpr milliseconds kTimeToClose{1000};
@@ -161,6 +162,7 @@ bool SocketEndpoint::move() {
 
 // Until something may have happened, at most kTryInterval.
 void SocketEndpoint::wait(Clock::time_point deadline) {
+  check_interrupt();
   answer_who_asks();
   polled_.assign(1, {control_.poll_fd(), POLLIN, 0});
   for (const int peer : active_) {

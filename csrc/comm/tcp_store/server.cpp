@@ -158,8 +158,20 @@ void StoreServer::greet(Connection& connection, std::string_view bytes) {
   flush(connection);
   if (connection.handshake.stage() == ServerHandshake::Stage::kMalformed) drop_malformed(connection);
   if (connection.handshake.stage() != ServerHandshake::Stage::kRefused) return;
+  {
+    const std::lock_guard lock(last_refused_mutex_);
+    last_refused_ = peer_of(connection.socket);
+  }
   num_refused_.fetch_add(1, std::memory_order_relaxed);
   connection.doomed = true;
+}
+
+std::string StoreServer::refusals() const {
+  const int64_t num = num_refused();
+  if (num == 0) return "";
+  const std::lock_guard lock(last_refused_mutex_);
+  return concat("refused ", num, num == 1 ? " connection that does" : " connections that do",
+                " not know the secret of this job, the last from ", last_refused_);
 }
 
 void StoreServer::take_requests(Connection& connection) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <list>
 #include <map>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -29,6 +30,8 @@ class StoreServer {
   // Lets the destructor wait until the clients have gone, but no longer than this.
   void set_linger(std::chrono::milliseconds limit) { linger_ = limit; }
   int64_t num_refused() const { return num_refused_.load(std::memory_order_relaxed); }
+  // "refused 2 connections that do not know the secret of this job, the last from 10.0.0.7:4242"; or empty.
+  std::string refusals() const;
   int64_t num_malformed() const { return num_malformed_.load(std::memory_order_relaxed); }
 
  private:
@@ -71,6 +74,8 @@ class StoreServer {
   std::map<std::string, std::string> values_;
   size_t stored_bytes_ = 0;
   std::atomic<int64_t> num_refused_{0}, num_malformed_{0};
+  mutable std::mutex last_refused_mutex_;
+  std::string last_refused_;
   std::atomic<int> num_admitted_{0}, num_watches_{0};
   std::atomic<bool> ending_{false}, stopping_{false}, told_failure_{false};
   AwakeClock awake_;

@@ -57,6 +57,7 @@ class Client final : public TcpStore {
   }
 
   int port() const override { return port_; }
+  std::string refusals() const override { return server_ ? server_->refusals() : ""; }
   int64_t num_refused() const override { return server_ ? server_->num_refused() : 0; }
   int64_t num_malformed() const override { return server_ ? server_->num_malformed() : 0; }
 

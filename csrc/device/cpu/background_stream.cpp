@@ -2,9 +2,23 @@
 
 #include <utility>
 
+#include "base/interrupt.h"
 #include "device/cpu/deferred_device.h"
 
 namespace polyreme {
+namespace {
+
+template <typename Condition>
+void wait_for(std::condition_variable& changed, std::unique_lock<std::mutex>& lock,
+              const Condition& condition) {
+  while (!changed.wait_for(lock, kInterruptInterval, condition)) {
+    lock.unlock();  // the check may run anything
+    check_interrupt();
+    lock.lock();
+  }
+}
+
+}  // namespace
 
 void StreamPoint::reach(std::exception_ptr error) {
   const std::lock_guard lock(mutex_);
@@ -15,7 +29,7 @@ void StreamPoint::reach(std::exception_ptr error) {
 
 std::exception_ptr StreamPoint::await() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return reached_; });
+  wait_for(changed_, lock, [this] { return reached_; });
   return error_;
 }
 
@@ -65,7 +79,7 @@ bool BackgroundStream::is_idle() {
 
 void BackgroundStream::synchronize() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return tasks_.empty() && !running_; });
+  wait_for(changed_, lock, [this] { return tasks_.empty() && !running_; });
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 

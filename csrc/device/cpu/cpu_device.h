@@ -56,6 +56,9 @@ using CpuFunction = std::function<void(const CpuContext&)>;
 class CpuStream : public Stream {
  public:
   virtual void enqueue(const OpInfo& info, std::vector<Access> accesses, CpuFunction function) = 0;
+  // Whether an operation has run, or been dropped after an error, when `enqueue` returns. It needs neither
+  // accesses nor to own what it uses then.
+  virtual bool runs_at_once() const { return false; }
 };
 
 // Throws NotAvailable if `stream` belongs to another kind of device.

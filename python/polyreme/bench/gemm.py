@@ -16,12 +16,13 @@ from ..checks import MAX_THREADS, check_int
 from ..environment import RankEnvironment
 from ..errors import InvalidArgument, NotAvailable
 from ..models import Model
+from ..precision import DTYPES
 from ..world import init
 
 __all__ = ["RIVALS", "bench_gemm", "render_gemm"]
 
-# A product c += op(a) op(b) of the given sizes; returns a function that runs it once.
-Rival = Callable[[int, int, int, bool, bool, int], Callable[[], None]]
+# A product of the given sizes, as training makes it; returns a function that runs it once.
+Rival = Callable[[int, int, int, bool, bool, int, str], Callable[[], None]]
 
 
 def _operands(m: int, n: int, k: int, transpose_a: bool, transpose_b: bool) -> tuple[Any, Any]:
@@ -32,7 +33,7 @@ def _operands(m: int, n: int, k: int, transpose_a: bool, transpose_b: bool) -> t
 
 
 def _torch_rival(
-    m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, threads: int
+    m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, threads: int, dtype: str
 ) -> Callable[[], None]:
     try:
         import torch
@@ -40,6 +41,15 @@ def _torch_rival(
         raise NotAvailable("--against torch: PyTorch is not installed; pip install torch") from None
     torch.set_num_threads(threads)
     a, b = (torch.from_numpy(x) for x in _operands(m, n, k, transpose_a, transpose_b))
+    if dtype != "fp32":
+        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+        a, b = a.to(kind), b.to(kind)
+        narrow = torch.zeros(m, n, dtype=kind)
+
+        def narrow_product() -> None:
+            torch.mm(a, b, out=narrow)
+
+        return narrow_product
     c = torch.zeros(m, n)
 
     def product() -> None:
@@ -49,8 +59,10 @@ def _torch_rival(
 
 
 def _numpy_rival(
-    m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, threads: int
+    m: int, n: int, k: int, transpose_a: bool, transpose_b: bool, threads: int, dtype: str
 ) -> Callable[[], None]:
+    if dtype != "fp32":
+        raise InvalidArgument(f"--against numpy: NumPy has no product of {dtype}; use --dtype fp32")
     # NumPy's OpenBLAS reads it when it is loaded, and has no call for it.
     found = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
     if found != str(threads):
@@ -77,11 +89,18 @@ def _seconds(function: Callable[[], None]) -> float:
 
 
 def bench_gemm(
-    model: Model, *, batch: int, threads: int, isa: str, repeats: int, against: list[str]
+    model: Model,
+    *,
+    batch: int,
+    threads: int,
+    isa: str,
+    repeats: int,
+    against: list[str],
+    dtype: str = "fp32",
 ) -> dict[str, Any]:
     """Times every product of one micro-batch, interleaved with the rivals; medians of `repeats`.
 
-    Returns {"isa", "threads", "shapes": [{"name", "m", "n", "k", "count", "gflops": {who: rate},
+    Returns {"device", "dtype", "threads", "shapes": [{"name", "m", "n", "k", "count", "gflops": {who: rate},
     "ratio": {rival: ours / theirs}}], "weighted_gflops", "ratio_geomean", "ratio_min"}.
     """
     for what, value in (("batch", batch), ("repeats", repeats)):
@@ -90,15 +109,24 @@ def bench_gemm(
     for name in against:
         if name not in RIVALS:
             raise InvalidArgument(f"--against {name}: expected one of {', '.join(RIVALS)}")
+    if dtype not in DTYPES:
+        raise InvalidArgument(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     world = init(environment=RankEnvironment(), num_threads=threads, isa=isa)
     rows = []
     for name, m, n, k, transpose_a, transpose_b, count in model.gemm_shapes(batch):
-        rivals = {who: RIVALS[who](m, n, k, transpose_a, transpose_b, threads) for who in against}
+        rivals = {who: RIVALS[who](m, n, k, transpose_a, transpose_b, threads, dtype) for who in against}
         times: dict[str, list[float]] = {who: [] for who in ("polyreme", *against)}
         for _ in range(repeats):
             times["polyreme"].append(
                 _core.time_gemm(
-                    world._core, m=m, n=n, k=k, transpose_a=transpose_a, transpose_b=transpose_b, repeats=1
+                    world._core,
+                    m=m,
+                    n=n,
+                    k=k,
+                    transpose_a=transpose_a,
+                    transpose_b=transpose_b,
+                    repeats=1,
+                    dtype=DTYPES[dtype],
                 )
             )
             for who, run in rivals.items():
@@ -114,6 +142,7 @@ def bench_gemm(
         rows.append({"name": name, "m": m, "n": n, "k": k, "count": count, "gflops": rate, "ratio": ratio})
     return {
         "device": world.device,
+        "dtype": dtype,
         "threads": threads,
         "repeats": repeats,
         "shapes": rows,
@@ -141,7 +170,7 @@ def render_gemm(result: dict[str, Any]) -> list[str]:
     rivals = list(result["ratio_geomean"])
     head = f"{'product':22} {'m':>6} {'n':>6} {'k':>6} {'GFLOP/s':>8}"
     head += "".join(f" {who:>8} {'ratio':>6}" for who in rivals)
-    lines = [f"sgemm, {result['device']}, median of {result['repeats']}", head]
+    lines = [f"products of {result['dtype']}, {result['device']}, median of {result['repeats']}", head]
     for row in result["shapes"]:
         line = f"{row['name']:22} {row['m']:6} {row['n']:6} {row['k']:6} {row['gflops']['polyreme']:8.1f}"
         lines.append(line + "".join(f" {row['gflops'][who]:8.1f} {row['ratio'][who]:6.2f}" for who in rivals))

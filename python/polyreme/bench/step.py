@@ -51,8 +51,8 @@ class StepOptions:
         check_int("bench step: threads", self.threads, 1, MAX_THREADS)
         check_int("bench step: ranks", self.ranks, 1)
         check_int("bench step: zero", self.zero, 0, 3)
-        if self.isa not in ("auto", "avx2", "avx512"):
-            raise InvalidArgument(f"bench step: isa={self.isa!r}; expected auto, avx2 or avx512")
+        if self.isa not in ("auto", "avx2", "avx512", "amx"):
+            raise InvalidArgument(f"bench step: isa={self.isa!r}; expected auto, avx2, avx512 or amx")
         if self.batch < 1 or not 1 <= self.micro_batch <= self.batch or self.steps < 1:
             raise InvalidArgument(
                 f"bench step: batch={self.batch}, micro_batch={self.micro_batch}, steps={self.steps};"

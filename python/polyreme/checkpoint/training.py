@@ -67,6 +67,9 @@ class TrainerState:
         trainer = self._trainer
         return {
             "applied_steps": trainer.applied_steps,
+            "skipped_steps": trainer.skipped_steps,
+            "loss_scale": list(self._engine.loss_scaler_state),
+            "precision": dataclasses.asdict(trainer.precision) | {"loss_scale": None},
             "updates": dict(zip(self._params, self._engine.updates, strict=True)),
             "seed": trainer.seed,
             "global_batch": trainer.global_batch,
@@ -80,7 +83,7 @@ class TrainerState:
         """See State. Lanes may differ, with a warning: then so do the bits."""
         own, problems = self.scalars(), []
         try:
-            for key in ("seed", "global_batch", "optimizer"):
+            for key in ("seed", "global_batch", "optimizer", "precision"):
                 if state[key] != own[key]:
                     problems.append(f"{key} was {state[key]!r}, is {own[key]!r}")
             for key in sorted({*state["model"], *own["model"]} - {*_FREE}):
@@ -89,8 +92,11 @@ class TrainerState:
                     problems.append(f"model: {key} was {old!r}, is {new!r}")
             if set(state["updates"]) != set(self._params):
                 problems.append("the counters of updates are of other parameters")
-            if not all(type(n) is int for n in [state["applied_steps"], *state["updates"].values()]):
+            counts = [state["applied_steps"], state["skipped_steps"], *state["updates"].values()]
+            if not all(type(n) is int for n in counts):
                 problems.append("a count is no integer")
+            if [type(n) for n in state["loss_scale"]] != [float, int, int]:
+                problems.append(f"{state['loss_scale']!r} is no state of a loss scale")
             if state["lanes"] != own["lanes"] and self._trainer.mesh.world.rank == 0:
                 logging.getLogger("polyreme").warning(
                     "the checkpoint was made with lanes %s, this run has %s: it goes on, but not with the bits of the"
@@ -104,5 +110,9 @@ class TrainerState:
 
     def set_scalars(self, state: dict[str, Any]) -> None:
         """See State."""
-        self._engine.set_progress(state["applied_steps"], [state["updates"][name] for name in self._params])
+        updates = [state["updates"][name] for name in self._params]
+        self._engine.set_progress(state["applied_steps"], state["skipped_steps"], updates)
+        if self._trainer.precision.scaling().dynamic:
+            scale, good_steps, hysteresis_left = state["loss_scale"]
+            self._engine.loss_scaler_state = (scale, good_steps, hysteresis_left)
         self._trainer._data_facts = state.get("data")

@@ -67,11 +67,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         each.add_argument(
             "--threads", type=int, default=1, metavar="N", help="of every contender (default 1)"
         )
-        each.add_argument("--isa", default="auto", help="auto, avx2 or avx512 (default auto)")
+        each.add_argument("--isa", default="auto", help="auto, avx2, avx512 or amx (default auto)")
         each.add_argument("--json", action="store_true", help="print the result as JSON")
     gemm.add_argument("--batch", type=int, default=1, metavar="N", help="samples (default 1)")
     gemm.add_argument("--repeats", type=int, default=5, metavar="N", help="runs, in turn (default 5)")
     gemm.add_argument("--against", default="", metavar="LIST", help="torch,numpy")
+    gemm.add_argument("--dtype", default="fp32", help="of the operands: fp32, bf16 or fp16 (default fp32)")
     step.add_argument(
         "--batch", type=int, default=2, metavar="N", help="samples of a step for each rank (default 2)"
     )
@@ -166,6 +167,7 @@ def _gemm(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         isa=args.isa,
         repeats=args.repeats,
         against=_names(args.against),
+        dtype=args.dtype,
     )
     return result, render_gemm(result)
 

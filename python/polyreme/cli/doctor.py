@@ -37,7 +37,7 @@ def examine() -> dict[str, Any]:
     backends = {
         "cpu": {
             "usable": bool(isas),
-            "text": f"levels {', '.join(isas)}; fp32 bits are equal on both"
+            "text": f"levels {', '.join(isas)}; fp32 bits are equal on all"
             if isas
             else "needs AVX2, FMA and F16C",
         },
@@ -76,6 +76,12 @@ PROMISE = [
         " AVX-512, immediate or deferred executor; always with equal lanes",
         "seen": "tests/python/test_same_bits.py, for dp 1, 2, 4, 8, micro-batches of 1, 3 and 8 samples,"
         " 1 to 3 threads",
+    },
+    {
+        "backend": "CPU, bf16 and fp16",
+        "equal": "the same within one level, for ZeRO stages 0 to 3; AVX2 and AVX-512 are equal, amx is a level of its"
+        " own for products of bf16",
+        "seen": "tests/python/test_precision.py, for dp 1, 2, 4",
     },
     {"backend": "CUDA", "equal": "nothing yet: no training on GPUs", "seen": "-"},
 ]

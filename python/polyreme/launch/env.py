@@ -14,15 +14,16 @@ from . import cgroup
 MASTER_ADDR = "127.0.0.1"
 STORE_FD = "POLYREME_STORE_FD"
 
-# Each of them says that another launcher has already made this process a rank.
-_RANK_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "OMPI_COMM_WORLD_RANK",
-    "PMIX_RANK",
-    "PMI_RANK",
-)
+# Each of them says that another launcher has already made this process a rank; of how many stands in the first of
+# the others that is set.
+_RANK_VARIABLES = {
+    "RANK": ("WORLD_SIZE",),
+    "WORLD_SIZE": ("WORLD_SIZE",),
+    "LOCAL_RANK": ("WORLD_SIZE",),
+    "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE",),
+    "PMIX_RANK": ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"),
+    "PMI_RANK": ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,13 @@ class CpuPlan:
 def foreign_launch(environ: Mapping[str, str]) -> list[str]:
     """`NAME=value` of every variable that shows another launcher at work; empty if none.
 
-    A Slurm batch script alone is no rank: only a step of several tasks counts.
+    A Slurm batch script alone is no rank, nor is the only task of a step (`srun -n 1`) or the only rank of a job.
     """
-    found = [f"{name}={environ[name]}" for name in _RANK_VARIABLES if name in environ]
+    found = []
+    for name, sizes in _RANK_VARIABLES.items():
+        size = next((environ[each] for each in sizes if each in environ), "")
+        if name in environ and size != "1":
+            found.append(f"{name}={environ[name]}")
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     if tasks.isdigit() and int(tasks) > 1:
         found.append(f"SLURM_STEP_NUM_TASKS={tasks}")

@@ -233,6 +233,30 @@ TEST_P(Halves, RoundsToNearestTiesToEven) {
   expect_same(got, encoded(values), "narrow");
 }
 
+// A single number goes another way than eight of them: by arithmetic, not by an instruction. Also NaN has the
+// same bits.
+TEST_P(Halves, OneNumberIsConvertedAsManyAre) {
+  std::vector<uint16_t> bits(65536), one(1);
+  std::iota(bits.begin(), bits.end(), uint16_t{0});
+  std::vector<float> wide(65536), single(1);
+  widen(GetParam(), bits.data(), 65536, wide.data());
+  std::vector<float> values;
+  for (size_t i = 0; i < bits.size(); ++i) {
+    widen(GetParam(), &bits[i], 1, single.data());
+    ASSERT_EQ(std::bit_cast<uint32_t>(single[0]), std::bit_cast<uint32_t>(wide[i])) << i;
+    const uint32_t at = std::bit_cast<uint32_t>(wide[i]);
+    for (const uint32_t near : {at, at + 1, at - 1, at + 0x800, at + 0x1000, at + 0x1001, at + 0x8000})
+      values.push_back(std::bit_cast<float>(near));
+  }
+  values.resize(values.size() / 8 * 8);
+  std::vector<uint16_t> all(values.size());
+  narrow(GetParam(), values.data(), std::ssize(values), all.data());
+  for (size_t i = 0; i < values.size(); ++i) {
+    narrow(GetParam(), &values[i], 1, one.data());
+    ASSERT_EQ(one[0], all[i]) << std::hex << std::bit_cast<uint32_t>(values[i]);
+  }
+}
+
 // Random patterns: subnormal numbers, infinities, NaN, zeros of both signs and sums that overflow among them.
 TEST_P(Halves, AreReducedInFloat32AndRoundedOnce) {
   std::mt19937_64 random(10);

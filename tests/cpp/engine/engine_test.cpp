@@ -438,7 +438,7 @@ TEST(Engine, ParametersByName) {
     expect_parts(error_text<InvalidArgument>([&] { engine.read_param("wte.weight", "grad"); }),
                  {"before the first step"});
     expect_parts(error_text<InvalidArgument>([&] { engine.read_param("wte.weight", "v"); }),
-                 {"'v'", "weight, grad, exp_avg, exp_avg_sq"});
+                 {"'v'", "weight, master, grad, exp_avg, exp_avg_sq"});
     expect_parts(error_text<InvalidArgument>([&] { engine.read_param("wte", "weight"); }), {"'wte'"});
     expect_parts(error_text<InvalidArgument>([&] { engine.write_param("ln_f.bias", {1.0f}); }),
                  {"'ln_f.bias'", "[8]", "got 1"});

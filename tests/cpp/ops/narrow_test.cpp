@@ -277,6 +277,71 @@ TEST(Narrow, GemmIsRoundedFp32ForEveryMixOfFormats) {
   }
 }
 
+// The rule of the level amx, as gemm.h states it.
+float granule_chain(float start, int64_t k, int64_t unit, const std::function<float(int64_t)>& a,
+                    const std::function<float(int64_t)>& b) {
+  float sum = start;
+  for (int64_t begin = 0; begin < k; begin += unit) {
+    for (int64_t granule = begin; granule < begin + unit; granule += 32) {
+      float part[2] = {0.0f, 0.0f};
+      for (int64_t p = granule; p < std::min(granule + 32, begin + unit); ++p)
+        part[(p - granule) % 2] = std::fma(a(p), b(p), part[(p - granule) % 2]);
+      sum = sum + (part[0] + part[1]);
+    }
+  }
+  return sum;
+}
+
+TEST(NarrowAmx, GemmFollowsItsRule) {
+  if (supported_isas().back() != Isa::kAmx)
+    GTEST_SKIP() << "this CPU has no AMX-BF16, or the system keeps it";
+  struct Case {
+    int64_t m, n, k, unit;
+  };
+  // Parts of tiles and panels, units that are not whole granules, and more granules than one step has.
+  for (const Case& size :
+       std::vector<Case>{{1, 1, 1, 0}, {33, 50, 90, 30}, {70, 35, 64, 64}, {5, 40, 2100, 0}}) {
+    const auto [m, n, k, k_unit] = size;
+    const int64_t unit = k_unit > 0 ? k_unit : k;
+    const auto start = random_floats(static_cast<size_t>(m * n), 4),
+               bias = random_floats(static_cast<size_t>(n), 5);
+    const auto a = rounded(DType::kBF16, random_floats(static_cast<size_t>(m * k), 1));
+    const auto b = rounded(DType::kBF16, random_floats(static_cast<size_t>(k * n), 2));
+    for (const bool transposed : {false, true}) {
+      std::vector<float> sums, products;
+      for (int64_t i = 0; i < m; ++i) {
+        for (int64_t j = 0; j < n; ++j) {
+          const auto a_at = [&](int64_t p) { return transposed ? a[p * m + i] : a[i * k + p]; };
+          const auto b_at = [&](int64_t p) { return transposed ? b[j * k + p] : b[p * n + j]; };
+          sums.push_back(granule_chain(start[i * n + j], k, unit, a_at, b_at));
+          products.push_back(granule_chain(0.0f, k, unit, a_at, b_at) + bias[j]);
+        }
+      }
+      append(sums, rounded(DType::kBF16, products));
+      const auto got = same_bits_everywhere(
+          [&](Rig& rig) {
+            const auto view = [&](const Tensor& t) { return transposed ? t.transpose(0, 1) : t; };
+            const Tensor left = view(rig.upload(DType::kBF16, transposed ? Shape{k, m} : Shape{m, k}, a));
+            const Tensor right = view(rig.upload(DType::kBF16, transposed ? Shape{n, k} : Shape{k, n}, b));
+            const Tensor wide = rig.upload({m, n}, start), narrow = empty_of(rig, DType::kBF16, {m, n});
+            gemm(rig.stream(), left, right, wide, true, {}, k_unit);
+            gemm(rig.stream(), left, right, narrow, false, rig.upload(bias), k_unit);
+            auto all = rig.download(wide);
+            append(all, rig.download(narrow));
+            const int64_t half =
+                k_unit > 0 ? k / unit / 2 * unit : k / 64 * 32;  // a cut that the rule allows
+            const Tensor parts = rig.upload({m, n}, start);
+            gemm(rig.stream(), left.slice(1, 0, half), right.slice(0, 0, half), parts, true, {}, k_unit);
+            gemm(rig.stream(), left.slice(1, half, k), right.slice(0, half, k), parts, true, {}, k_unit);
+            expect_same_bits(rig.download(parts), rig.download(wide), "k cut");
+            return all;
+          },
+          {Isa::kAmx});
+      expect_same_bits(got, sums);
+    }
+  }
+}
+
 TEST(Narrow, GemmAccumulatesInFp32Only) {
   Rig rig;
   const Tensor a = narrow_random(rig, DType::kBF16, {4, 6}, 1),

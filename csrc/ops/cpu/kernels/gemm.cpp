@@ -16,9 +16,9 @@
 //   round   up to kRoundRows rows of A and of a narrow C
 #include "ops/cpu/kernels/gemm.h"
 
-#include "device/cpu/thread_pool.h"
 #include "ops/cpu/kernels/gemm_micro.h"
 #include "ops/cpu/kernels/gemm_pack.h"
+#include "ops/cpu/kernels/gemm_partition.h"
 #include "ops/cpu/kernels/lanes.h"
 
 namespace polyreme::cpu::POLYREME_ISA {
@@ -46,8 +46,6 @@ constexpr int64_t kDirectDepth = 256;
 constexpr int64_t kAlignFloats = 16;
 // Loads and stores of whole registers may reach past a packed operand's last panel.
 constexpr int64_t kSlackFloats = 64;
-
-int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
 typedef void (*MicroKernel)(const Tile&);
 
@@ -195,36 +193,7 @@ void multiply_serial(const GemmArgs& g, float* packed_b, float* packed_a, float*
   }
 }
 
-const void* advance(Element type, const void* p, int64_t count) {
-  return static_cast<const char*>(p) + count * (type == Element::kF32 ? 4 : 2);
-}
-void* advance(Element type, void* p, int64_t count) {
-  return static_cast<char*>(p) + count * (type == Element::kF32 ? 4 : 2);
-}
-
-// How the threads share C: a grid of row parts by column parts.
-struct Partition {
-  const GemmArgs* args;
-  ThreadPool* pool;
-  int64_t rows, cols;  // of a part
-  int64_t grid_cols;
-};
-
-void run_part(void* context, int64_t task, int thread) {
-  const Partition& part = *static_cast<const Partition*>(context);
-  GemmArgs g = *part.args;
-  const int64_t i = task / part.grid_cols * part.rows;
-  const int64_t j = task % part.grid_cols * part.cols;
-  if (i >= g.m || j >= g.n) return;
-  g.m = smaller(part.rows, g.m - i);
-  g.n = smaller(part.cols, g.n - j);
-  g.a = advance(g.a_type, g.a, i * g.a_row_stride);
-  g.b = advance(g.b_type, g.b, j * g.b_col_stride);
-  g.c = advance(g.c_type, g.c, i * g.c_row_stride + j);
-  if (g.bias != nullptr) g.bias += j;
-  const size_t bytes = static_cast<size_t>(gemm_f32_scratch_bytes(g.m, g.n, g.k, g.c_type));
-  gemm_f32_serial(g, part.pool->scratch(thread, bytes));
-}
+int64_t serial_scratch_bytes(const GemmArgs& g) { return gemm_f32_scratch_bytes(g.m, g.n, g.k, g.c_type); }
 
 }  // namespace
 
@@ -294,30 +263,7 @@ void gemm_f32_serial(const GemmArgs& g, void* scratch) {
 
 void gemm_f32(const GemmArgs& g, ThreadPool& pool) {
   if (g.m <= 0 || g.n <= 0) return;
-  const int64_t threads = pool.num_threads();
-  // Below about 50 us of work waking a thread costs more than it brings.
-  const double work = static_cast<double>(g.m) * static_cast<double>(g.n) * static_cast<double>(g.k);
-  Partition part = {&g, &pool, g.m, g.n, 1};
-  int64_t grid_rows = 1;
-  if (threads > 1 && work > 2.0e6) {
-    // The grid with the least time: the largest part, plus what packing its operands costs.
-    double best = 1.0e300;
-    for (int64_t r = 1; r <= threads; ++r) {
-      const int64_t c = threads / r;
-      const int64_t rows = round_up((g.m + r - 1) / r, kTileRows);
-      const int64_t cols = round_up((g.n + c - 1) / c, kTileCols);
-      const double cost =
-          static_cast<double>(rows) * static_cast<double>(cols) + 16.0 * static_cast<double>(rows + cols);
-      if (cost < best) {
-        best = cost;
-        grid_rows = r;
-        part.rows = rows;
-        part.cols = cols;
-        part.grid_cols = c;
-      }
-    }
-  }
-  pool.run(grid_rows * part.grid_cols, run_part, &part);
+  run_partition({&g, &pool, gemm_f32_serial, serial_scratch_bytes, 0, 0, 0}, kTileRows, kTileCols, 2.0e6);
 }
 
 }  // namespace polyreme::cpu::POLYREME_ISA

@@ -42,6 +42,9 @@ struct GemmArgs {
   int64_t c_row_stride = 0;
   bool accumulate = false;
   const float* bias = nullptr;
+  // The level amx alone: k consists of units of this many values, each padded to whole granules with zeros;
+  // 0: k is one unit. Cuts of k keep the bits where they keep units whole.
+  int64_t k_unit = 0;
   Element a_type = Element::kF32, b_type = Element::kF32, c_type = Element::kF32;
 };
 
@@ -81,5 +84,21 @@ struct GemmArgs {
 POLYREME_DECLARE_GEMM(avx2)
 POLYREME_DECLARE_GEMM(avx512)
 #undef POLYREME_DECLARE_GEMM
+
+// The level amx has a rule of its own for bf16 times bf16 (for other formats, it is avx512). A granule is 32
+// consecutive values of k of one unit, padded with zeros; granules follow in ascending k:
+//
+//   even = odd = +0;  for p = 0..15: even = fma(A[i,2p], B[2p,j], even), odd = fma(A[i,2p+1], B[2p+1,j],
+//   odd); acc = acc + (even + odd)
+//
+// with subnormal numbers taken as zero and results below 2^-126 flushed to it, also where a narrow C is
+// rounded; start, bias and rounding are as above. So the bits do not depend on how M, N, threads or k at
+// borders of granules or units are cut.
+//
+// gemm_bf16: k > 0, a_type and b_type kBF16, c_type kF32 or kBF16; on the pool's threads, as gemm_f32. Needs
+//   the permission to use the tile unit that supported_isas() asks the system for.
+namespace amx {
+void gemm_bf16(const GemmArgs& args, ThreadPool& pool);
+}
 
 }  // namespace polyreme::cpu

@@ -13,6 +13,7 @@
 #include "comm/factory.h"
 #include "comm/mp/rank_processes.h"
 #include "comm/rank_threads.h"
+#include "comm/shared_memory/memory.h"
 
 namespace polyreme {
 namespace {
@@ -142,6 +143,22 @@ TEST(ShmFault, ARankThatExitsWithoutAWordIsLost) {
   for (const int r : {0, 2})
     expect_text(results[static_cast<size_t>(r)].outcome, "PeerLost",
                 {"rank 1 (host ", "last completed barrier (sequence 2)"});
+}
+
+// Names of segments are random: what a dead run has left is in nobody's way, and nobody touches it.
+TEST(ShmFault, F53_WhatADeadRunHasLeftIsInNobodysWay) {
+  const auto source = make_posix_source("left");
+  std::string old_name;
+  const auto old_memory = source->create(4096, &old_name);
+  static_cast<char*>(old_memory->address())[0] = 'x';
+  RankProcesses ranks(2, [&](RankProcesses&, Store& store, int rank) {
+    make_shm_communicator(store, rank, 2, "left", small_chunks())->barrier(seconds(20));
+  });
+  for (const RankResult& result : ranks.wait(kHung)) EXPECT_EQ(result.outcome, "ok");
+  EXPECT_EQ(segments_left("left").size(), 1U);
+  EXPECT_EQ(static_cast<const char*>(source->attach(old_name)->address())[0], 'x');
+  source->forget(old_name);
+  EXPECT_EQ(segments_left("left"), std::vector<std::string>());
 }
 
 TEST(ShmFault, AnExceptionIsADeparture) {
