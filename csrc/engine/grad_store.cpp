@@ -31,7 +31,8 @@ GradStore::GradStore(Stream& compute, Stream& background, const ParamRegistry& r
   is_deferred_.resize(num_units);
   late_.resize(num_units);
   for (int unit = 0; unit < map.num_units(); ++unit) {
-    lane_sums_.emplace_back(device, Shape{map.unit_elements(unit)}, local_lanes, groups.shard());
+    lane_sums_.emplace_back(device, Shape{map.unit_elements(unit)}, local_lanes, groups.shard(),
+                            /*is_kept=*/!keeps_slices_);
     reduced_.push_back(device.create_event());
     if ((keeps_slices_ || round_first_) && !plan.is_frozen[at(unit)])
       slices_[at(unit)] = groups.dp().allocate(

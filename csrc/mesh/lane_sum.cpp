@@ -14,15 +14,18 @@ void check_lanes(const std::string& axis, int64_t lanes, int64_t axis_size) {
           "of two that the size divides (then the layout can change later with the same bits)");
 }
 
-LaneSum::LaneSum(Device& device, const Shape& shape, int64_t local_lanes, Communicator& group)
-    : device_(device), shape_(shape), local_lanes_(local_lanes), group_(group) {
+LaneSum::LaneSum(Device& device, const Shape& shape, int64_t local_lanes, Communicator& group, bool is_kept)
+    : device_(device), shape_(shape), local_lanes_(local_lanes), group_(group), is_kept_(is_kept) {
   require(std::has_single_bit(static_cast<uint64_t>(local_lanes)), "a rank owns ", local_lanes,
           " lanes; expected a power of two");
   subtrees_.resize(static_cast<size_t>(std::bit_width(static_cast<uint64_t>(local_lanes))));
 }
 
 Tensor LaneSum::take_buffer() {
-  if (free_.empty()) return group_.allocate(device_, DType::kF32, shape_, "lane sum");
+  constexpr const char* kLabel = "lane sum";
+  if (free_.empty())
+    return is_kept_ ? group_.allocate(device_, DType::kF32, shape_, kLabel)
+                    : empty(device_, DType::kF32, shape_, kLabel);
   Tensor buffer = free_.back();
   free_.pop_back();
   return buffer;

@@ -19,8 +19,11 @@ void check_lanes(const std::string& axis, int64_t lanes, int64_t axis_size);
 // merged as soon as both halves are there (a binary counter), so at most log2(lanes) + 1 buffers live.
 class LaneSum {
  public:
-  // Sums of `shape`, fp32, in memory of `group`, which must outlive this object.
-  LaneSum(Device& device, const Shape& shape, int64_t local_lanes, Communicator& group);
+  // Sums of `shape`, fp32. `group` must outlive this object. `is_kept`: buffers stay, so they are in memory
+  // of the group, whose ranks read it in place. For those that are released after every sum ordinary memory
+  // costs less: the device keeps it for reuse, where the group's pages would be new each time (measured with
+  // two processes and 21 M gradients: 0.06 of 0.22 s of processor time a step).
+  LaneSum(Device& device, const Shape& shape, int64_t local_lanes, Communicator& group, bool is_kept = true);
 
   // Forgets the lanes of a sum that an error broke off; without effect between two sums.
   void restart();
@@ -49,6 +52,7 @@ class LaneSum {
   Shape shape_;
   int64_t local_lanes_;
   Communicator& group_;
+  bool is_kept_;
   std::vector<Tensor> free_;
   std::vector<Tensor> subtrees_;  // [level]: a finished sum of 2^level lanes, or undefined
   Tensor current_;
