@@ -28,8 +28,8 @@ endif()
 
 # Instruction-set levels: <name> <flags>. Kernel files are compiled once per level.
 set(POLYREME_ISAS avx2 avx512)
-set(POLYREME_ISA_FLAGS_avx2 -mavx2 -mfma)
-set(POLYREME_ISA_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mprefer-vector-width=512)
+set(POLYREME_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c)
+set(POLYREME_ISA_FLAGS_avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
 
 # polyreme_module(name SOURCES ... DEPENDS ...): the static library polyreme_<name> of csrc/<name>.
 # DEPENDS is the rule of layering: a module can include only what it links.

@@ -184,7 +184,7 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("applied_steps", &Engine::applied_steps)
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
       .def_property_readonly("num_parameters",
-                             [](const Engine& engine) { return engine.layout().num_parameters(); });
+                             [](const Engine& engine) { return engine.map().num_parameters(); });
 }
 
 }  // namespace polyreme::bindings

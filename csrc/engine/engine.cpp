@@ -26,6 +26,15 @@ int64_t checked_lanes(EngineOptions& options, const Communicator& dp) {
   return options.lanes_dp / ranks;
 }
 
+// Units of 25 MB of gradients, the bucket size of DDP (Li et al. 2020).
+ShardMap make_map(const ParamRegistry& registry, int64_t num_shards) {
+  std::vector<int> blocks;
+  for (int param = 0; param < static_cast<int>(registry.specs().size()); ++param)
+    blocks.push_back(registry.layers_of(param).front());
+  const UnitOptions options{.bucket_bytes = int64_t{25} << 20};
+  return {registry.specs(), make_units(registry.specs(), blocks, options), num_shards};
+}
+
 // What tells data sets apart, whatever their files are called on each rank.
 std::string samples_of(const TokenDataset& data) {
   return concat(data.num_tokens(), " tokens of vocabulary ", data.vocab_size());
@@ -62,8 +71,10 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
       model_(std::move(model)),
       options_(options),
       stream_(device.create_stream("compute")),
-      params_(*stream_, model_.registry, checked_lanes(options_, dp_), dp_, options_.zero_stage),
-      optimizer_(make_optimizer(*stream_, params_.layout(), params_.own_range(), options_.optimizer)),
+      local_lanes_(checked_lanes(options_, dp_)),
+      params_(*stream_, model_.registry, make_map(model_.registry, options_.zero_stage == 0 ? 1 : dp_.size()),
+              local_lanes_, dp_),
+      optimizer_(make_optimizer(*stream_, params_.map(), params_.shard(), options_.optimizer)),
       loss_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "loss sum")),
       square_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "squared gradient sum")),
       clip_scale_(empty(device, DType::kF32, {1}, "clip scale")) {
@@ -74,7 +85,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
 void Engine::init_weights() {
   const std::vector<ParamSpec>& specs = model_.registry.specs();
   for (size_t i = 0; i < specs.size(); ++i) {
-    const Tensor weight = params_.layout().view(params_.weights(), i);
+    const Tensor weight = params_.weight({static_cast<int>(i), 0});
     if (specs[i].init.kind == ParamInit::Kind::kOnes) fill(*stream_, weight, 1.0f);
     if (specs[i].init.kind == ParamInit::Kind::kNormal) {
       const RandomKey key{options_.seed, RandomPurpose::kInit,
@@ -236,7 +247,7 @@ void Engine::measure_gradient() {
   // such a loss with finite gradients): its counts of NaN and inf go into the norm.
   const auto counts = [](const Tensor& limbs) { return limbs.slice(0, ExactSum::kDigits, ExactSum::kLimbs); };
   copy(*stream_, counts(loss_sum_), counts(square_sum_));
-  exact_sum_squares(*stream_, params_.own_part(params_.grads()), square_sum_);
+  for (const Tensor& grads : params_.own_grads()) exact_sum_squares(*stream_, grads, square_sum_);
   if (params_.is_sharded()) dp_.all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   clip_scale(*stream_, square_sum_, options_.clip_norm, clip_scale_);
 }
@@ -276,9 +287,9 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   measure_gradient();
   // Without a valid token there is nothing to learn from, and not even weight decay is applied.
   if (valid > 0) {
-    optimizer_->step(*stream_, params_.own_part(params_.weights()), params_.own_part(params_.grads()),
-                     clip_scale_, lr, applied_steps_ + 1);
-    params_.gather(*stream_, params_.weights());
+    optimizer_->step(*stream_, params_.own_weights(), params_.own_grads(), clip_scale_, lr,
+                     applied_steps_ + 1);
+    params_.gather_weights(*stream_);
   }
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
   const double norm = std::sqrt(read_sum(square_sum_));
@@ -351,48 +362,49 @@ std::vector<float> Engine::logits(const HostBatch& batch) {
   return result;
 }
 
-std::string Engine::first_not_finite(const Tensor& flat) {
-  for (size_t i = 0; i < params_.layout().size(); ++i) {
-    zero_limbs(*stream_, square_sum_);
-    exact_sum_squares(*stream_, params_.layout().view(flat, i), square_sum_);
-    if (!std::isfinite(read_sum(square_sum_))) return model_.registry.specs()[i].name;
+std::string Engine::first_not_finite(const std::string& kind) {
+  std::vector<bool> is_finite(static_cast<size_t>(map().num_params()));
+  for (int unit = 0; unit < map().num_units(); ++unit) {
+    const Tensor buffer = unit_buffer(kind, unit);
+    for (const int param : map().params_of(unit)) {
+      zero_limbs(*stream_, square_sum_);
+      exact_sum_squares(*stream_, map().view(buffer, param), square_sum_);
+      is_finite[static_cast<size_t>(param)] = std::isfinite(read_sum(square_sum_));
+    }
   }
-  return {};
+  const auto bad =
+      static_cast<size_t>(std::find(is_finite.begin(), is_finite.end(), false) - is_finite.begin());
+  return bad < is_finite.size() ? model_.registry.specs()[bad].name : std::string();
 }
 
 std::string Engine::what_is_not_finite() {
   // A bad weight spoils every gradient, so it is the better name.
-  const std::string weight = first_not_finite(params_.weights());
+  const std::string weight = first_not_finite("weight");
   if (!weight.empty()) return concat("the weight '", weight, "' was not finite before the step");
-  const std::string grad = first_not_finite(flat("grad"));
+  const std::string grad = first_not_finite("grad");
   if (!grad.empty()) return concat("the gradient of '", grad, "' is not finite (the first such parameter)");
   return "every gradient is finite, but the loss of a token is not";
 }
 
-Tensor Engine::gathered(const Tensor& own_part) {
-  if (!params_.is_sharded()) return own_part;
-  const Tensor all = empty(device_, DType::kF32, {params_.layout().num_elements()}, "gathered");
-  copy(*stream_, own_part, params_.own_part(all));
-  params_.gather(*stream_, all);
-  return all;
-}
-
-Tensor Engine::flat(const std::string& kind) {
-  if (kind == "weight") return params_.weights();
+Tensor Engine::unit_buffer(const std::string& kind, int unit) {
+  if (kind == "weight") return params_.weights(unit);
   std::string known = "weight, grad";
   if (kind == "grad") {
-    require(params_.grads().defined(), "there is no gradient before the first step");
-    return gathered(params_.own_part(params_.grads()));
+    require(params_.has_grads(), "there is no gradient before the first step");
+    return params_.gathered(*stream_, params_.own_grads()[static_cast<size_t>(unit)], unit);
   }
   for (const auto& [name, tensor] : optimizer_->state()) {
-    if (name == kind) return gathered(tensor);
+    const int64_t begin = map().shard_offset(unit);
+    const int64_t size = map().unit_elements(unit) / map().num_shards();
+    if (name == kind) return params_.gathered(*stream_, tensor.slice(0, begin, begin + size), unit);
     known += ", " + name;
   }
   throw InvalidArgument(concat("unknown kind '", kind, "'; expected one of ", known));
 }
 
 std::vector<float> Engine::read_param(const std::string& name, const std::string& kind) {
-  const Tensor part = params_.layout().view(flat(kind), static_cast<size_t>(model_.registry.index(name)));
+  const int param = model_.registry.index(name);
+  const Tensor part = map().view(unit_buffer(kind, map().unit_of(param)), param);
   std::vector<float> values(static_cast<size_t>(part.numel()));
   copy_to_host(*stream_, part, values.data());
   stream_->synchronize();
@@ -400,8 +412,7 @@ std::vector<float> Engine::read_param(const std::string& name, const std::string
 }
 
 void Engine::write_param(const std::string& name, const std::vector<float>& values) {
-  const Tensor part =
-      params_.layout().view(params_.weights(), static_cast<size_t>(model_.registry.index(name)));
+  const Tensor part = params_.weight({model_.registry.index(name), 0});
   require(static_cast<int64_t>(values.size()) == part.numel(), "parameter '", name, "' has ",
           part.shape().to_string(), " = ", part.numel(), " elements, got ", values.size());
   copy_from_host(*stream_, values.data(), part);

@@ -63,7 +63,7 @@ class Engine {
 
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
-  const FlatLayout& layout() const { return params_.layout(); }
+  const ShardMap& map() const { return params_.map(); }
   int64_t applied_steps() const { return applied_steps_; }
   int64_t local_batch() const { return options_.global_batch / dp_.size(); }
   // Copies to and from the host; reading what ZeRO has sharded is collective. `kind` is "weight", "grad" (of
@@ -103,10 +103,10 @@ class Engine {
   void run_lanes(const DeviceBatch& batch, float loss_scale);
   void measure_gradient();
   double read_sum(const Tensor& limbs);
-  std::string first_not_finite(const Tensor& flat);  // name of the parameter; empty if there is none
+  // The name of the first parameter that is not finite in this kind of buffer; empty if there is none.
+  std::string first_not_finite(const std::string& kind);
   std::string what_is_not_finite();
-  Tensor flat(const std::string& kind);
-  Tensor gathered(const Tensor& own_part);
+  Tensor unit_buffer(const std::string& kind, int unit);
 
   Device& device_;
   Communicator& dp_;
@@ -114,6 +114,7 @@ class Engine {
   Model model_;
   EngineOptions options_;
   std::unique_ptr<Stream> stream_;
+  int64_t local_lanes_;
   ParamStore params_;
   std::unique_ptr<Optimizer> optimizer_;
   Tensor loss_sum_, square_sum_;  // exact accumulators

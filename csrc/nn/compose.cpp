@@ -66,7 +66,7 @@ void Residual::backward_weight(const Context& context, Saved& saved) const {
 
 Cost Residual::cost(int64_t num_samples, int64_t seq_len) const {
   Cost cost = inner_->cost(num_samples, seq_len);
-  cost.bytes_moved += 3 * 4 * num_samples * seq_len * features_;
+  cost.bytes_moved += 3 * static_cast<int64_t>(dtype_size(dtype_)) * num_samples * seq_len * features_;
   return cost;
 }
 
@@ -88,7 +88,7 @@ void Recompute::backward_weight(const Context& context, Saved& saved) const {
 Cost Recompute::cost(int64_t num_samples, int64_t seq_len) const {
   Cost cost = inner_->cost(num_samples, seq_len);
   cost.backward_input_flops += cost.forward_flops;
-  cost.saved_bytes = 4 * num_samples * seq_len * input_features_;
+  cost.saved_bytes = static_cast<int64_t>(dtype_size(dtype_)) * num_samples * seq_len * input_features_;
   return cost;
 }
 

@@ -22,7 +22,8 @@ class Sequential final : public Layer {
 // y = x + inner(x).
 class Residual final : public Layer {
  public:
-  Residual(LayerPtr inner, int64_t features) : inner_(std::move(inner)), features_(features) {}
+  Residual(LayerPtr inner, int64_t features, DType dtype = DType::kF32)
+      : inner_(std::move(inner)), features_(features), dtype_(dtype) {}
   Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
   Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
   void backward_weight(const Context& context, Saved& saved) const override;
@@ -31,14 +32,15 @@ class Residual final : public Layer {
  private:
   LayerPtr inner_;
   int64_t features_;
+  DType dtype_;
 };
 
 // Keeps only the input and runs inner's forward again in backward: activation checkpointing (Chen
 // et al. 2016). Same bits as inner, since nothing in a forward depends on hidden state.
 class Recompute final : public Layer {
  public:
-  Recompute(LayerPtr inner, int64_t input_features)
-      : inner_(std::move(inner)), input_features_(input_features) {}
+  Recompute(LayerPtr inner, int64_t input_features, DType dtype = DType::kF32)
+      : inner_(std::move(inner)), input_features_(input_features), dtype_(dtype) {}
   Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
   Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
   void backward_weight(const Context& context, Saved& saved) const override;
@@ -47,6 +49,7 @@ class Recompute final : public Layer {
  private:
   LayerPtr inner_;
   int64_t input_features_;
+  DType dtype_;
 };
 
 }  // namespace polyreme

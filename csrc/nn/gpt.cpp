@@ -34,6 +34,15 @@ void validate(const GptConfig& config) {
           "; expected 0 <= dropout < 1");
   finite("layer_norm_eps", config.layer_norm_eps);
   finite("init_std", config.init_std);
+  const auto stored = [](const char* name, DType dtype, bool fits, const char* expected) {
+    require(fits, "GPT: ", name, "=", dtype_name(dtype), "; expected ", expected);
+  };
+  const DType dtype = config.dtype;
+  stored("dtype", dtype, dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16,
+         "float32, bfloat16 or float16");
+  const auto dtype_or_f32 = [dtype](DType role) { return role == dtype || role == DType::kF32; };
+  stored("norm_dtype", config.norm_dtype, dtype_or_f32(config.norm_dtype), "dtype or float32");
+  stored("logits_dtype", config.logits_dtype, dtype_or_f32(config.logits_dtype), "dtype or float32");
 }
 
 template <typename... Layers>
@@ -52,16 +61,23 @@ LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, int64_t i
     return std::make_unique<Linear>(registry, prefix + name, in, out, options);
   };
   const auto norm = [&](const char* name) {
-    return std::make_unique<LayerNorm>(registry, prefix + name, hidden, config.layer_norm_eps);
+    return std::make_unique<LayerNorm>(registry, prefix + name, hidden, config.layer_norm_eps, config.dtype,
+                                       config.norm_dtype);
   };
   // Dropout stream 0 belongs to the embedding.
   const auto dropout = [&](int64_t branch) {
-    return std::make_unique<Dropout>(hidden, config.dropout, static_cast<uint32_t>(1 + 2 * index + branch));
+    return std::make_unique<Dropout>(hidden, config.dropout, static_cast<uint32_t>(1 + 2 * index + branch),
+                                     config.dtype);
   };
-  const LinearOptions column{.init_std = config.init_std, .cut = LinearCut::kColumn};
+  const LinearOptions column{.init_std = config.init_std,
+                             .cut = LinearCut::kColumn,
+                             .dtype = config.dtype,
+                             .out_dtype = config.dtype};
   LinearOptions fused_qkv = column;
   fused_qkv.cut_blocks = 3;
-  const LinearOptions row{.init_std = branch_std, .cut = LinearCut::kRow};
+  LinearOptions row = column;
+  row.init_std = branch_std;
+  row.cut = LinearCut::kRow;
 
   // Built in order, since parameters are numbered as they are declared.
   auto norm1 = norm("ln_1");
@@ -71,14 +87,14 @@ LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, int64_t i
   auto up = linear("mlp.fc", hidden, mlp_hidden, column);
   auto down = linear("mlp.proj", mlp_hidden, hidden, row);
 
-  LayerPtr attention =
-      sequential(std::move(norm1), std::move(qkv), std::make_unique<CausalAttention>(hidden, config.heads),
-                 std::move(attention_out), dropout(0));
-  LayerPtr mlp = sequential(std::move(norm2), std::move(up), std::make_unique<Gelu>(mlp_hidden),
+  LayerPtr attention = sequential(std::move(norm1), std::move(qkv),
+                                  std::make_unique<CausalAttention>(hidden, config.heads, config.dtype),
+                                  std::move(attention_out), dropout(0));
+  LayerPtr mlp = sequential(std::move(norm2), std::move(up), std::make_unique<Gelu>(mlp_hidden, config.dtype),
                             std::move(down), dropout(1));
-  LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden),
-                              std::make_unique<Residual>(std::move(mlp), hidden));
-  if (config.recompute) block = std::make_unique<Recompute>(std::move(block), hidden);
+  LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden, config.dtype),
+                              std::make_unique<Residual>(std::move(mlp), hidden, config.dtype));
+  if (config.recompute) block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
   return block;
 }
 
@@ -93,25 +109,38 @@ Cost Model::cost(int64_t num_samples, int64_t seq_len) const {
 Model build_gpt(const GptConfig& config) {
   validate(config);
   Model model;
-  model.description =
-      concat("GPT layers=", config.layers, " hidden=", config.hidden, " heads=", config.heads,
-             " vocab=", config.vocab, " seq_len=", config.seq_len, " mlp_hidden=", config.mlp_hidden,
-             " dropout=", config.dropout, " tied=", config.tied, " layer_norm_eps=", config.layer_norm_eps,
-             " init_std=", config.init_std);
+  model.description = concat(
+      "GPT layers=", config.layers, " hidden=", config.hidden, " heads=", config.heads,
+      " vocab=", config.vocab, " seq_len=", config.seq_len, " mlp_hidden=", config.mlp_hidden,
+      " dropout=", config.dropout, " tied=", config.tied, " layer_norm_eps=", config.layer_norm_eps,
+      " init_std=", config.init_std, " dtype=", dtype_name(config.dtype),
+      " norm_dtype=", dtype_name(config.norm_dtype), " logits_dtype=", dtype_name(config.logits_dtype));
   model.vocab = config.vocab;
   model.max_seq_len = config.seq_len;
-  auto embedding = std::make_unique<Embedding>(model.registry, config.vocab, config.seq_len, config.hidden,
-                                               config.init_std);
-  model.layers.push_back(
-      sequential(std::move(embedding), std::make_unique<Dropout>(config.hidden, config.dropout, 0)));
-  for (int64_t i = 0; i < config.layers; ++i) model.layers.push_back(build_block(model.registry, config, i));
-  model.layers.push_back(
-      std::make_unique<LayerNorm>(model.registry, "ln_f", config.hidden, config.layer_norm_eps));
-  LinearOptions head{.bias = false, .init_std = config.init_std, .cut = LinearCut::kColumn};
+  const auto add_layer = [&model](const auto& build) {
+    model.registry.begin_layer(model.layers.size());
+    model.layers.push_back(build());
+  };
+  ParamRegistry& registry = model.registry;
+  add_layer([&] {
+    auto embedding = std::make_unique<Embedding>(registry, config.vocab, config.seq_len, config.hidden,
+                                                 config.init_std, config.dtype);
+    return sequential(std::move(embedding),
+                      std::make_unique<Dropout>(config.hidden, config.dropout, 0, config.dtype));
+  });
+  for (int64_t i = 0; i < config.layers; ++i) add_layer([&] { return build_block(registry, config, i); });
+  add_layer([&] {
+    return std::make_unique<LayerNorm>(registry, "ln_f", config.hidden, config.layer_norm_eps, config.dtype,
+                                       config.norm_dtype);
+  });
+  LinearOptions head{.bias = false,
+                     .init_std = config.init_std,
+                     .cut = LinearCut::kColumn,
+                     .dtype = config.dtype,
+                     .out_dtype = config.logits_dtype};
   if (config.tied) head.tied_to = "wte.weight";
-  model.layers.push_back(
-      std::make_unique<Linear>(model.registry, "lm_head", config.hidden, config.vocab, head));
-  model.layers.push_back(std::make_unique<CrossEntropy>(config.vocab));
+  add_layer([&] { return std::make_unique<Linear>(registry, "lm_head", config.hidden, config.vocab, head); });
+  add_layer([&] { return std::make_unique<CrossEntropy>(config.vocab, config.logits_dtype); });
   return model;
 }
 

@@ -17,6 +17,10 @@ struct GptConfig {
   float layer_norm_eps = 1e-5f;
   double init_std = 0.02;  // the last linear of each branch: init_std / sqrt(2 * layers)
   bool recompute = false;  // keep only the input of each block
+  // How parameters and activations are stored (fp32, bf16 or fp16); arithmetic is fp32 in any case.
+  DType dtype = DType::kF32;
+  DType norm_dtype = DType::kF32;    // gamma and beta: `dtype` or fp32
+  DType logits_dtype = DType::kF32;  // what the loss reads and its gradient: `dtype` or fp32
 };
 
 // A chain of layers from tokens to per-token losses. layers: embedding, blocks, final norm, head, loss.

@@ -5,16 +5,17 @@
 namespace polyreme {
 namespace {
 
-constexpr int64_t kElementBytes = 4;
+int64_t bytes_of(DType dtype, int64_t elements) { return static_cast<int64_t>(dtype_size(dtype)) * elements; }
 
-Tensor new_activation(const Context& context, const Shape& shape, const char* label) {
-  return empty(context.stream.device(), DType::kF32, shape, label);
+Tensor new_activation(const Context& context, DType dtype, const Shape& shape, const char* label) {
+  return empty(context.stream.device(), dtype, shape, label);
 }
 
-ParamSpec spec_of(const std::string& name, Shape shape, ParamInit init) {
+ParamSpec spec_of(const std::string& name, Shape shape, DType dtype, ParamInit init) {
   ParamSpec spec;
   spec.name = name;
   spec.shape = shape;
+  spec.dtype = dtype;
   spec.weight_decay = shape.size() >= 2;
   spec.init = init;
   return spec;
@@ -29,20 +30,21 @@ void sum_over_tp(ParamSpec& spec) { spec.grad_reductions.push_back({"tp", GradRe
 // ---- Embedding ----
 
 Embedding::Embedding(ParamRegistry& registry, int64_t vocab, int64_t max_seq_len, int64_t features,
-                     double init_std)
-    : features_(features), parameters_((vocab + max_seq_len) * features) {
+                     double init_std, DType dtype)
+    : features_(features), parameters_((vocab + max_seq_len) * features), dtype_(dtype) {
   const ParamInit init{ParamInit::Kind::kNormal, init_std};
-  ParamSpec tokens = spec_of("wte.weight", {vocab, features}, init);
+  ParamSpec tokens = spec_of("wte.weight", {vocab, features}, dtype, init);
   tokens.cuts = {{.dim = 0, .axis = "tp"}};
   tokens_ = registry.declare(std::move(tokens));
-  ParamSpec positions = spec_of("wpe.weight", {max_seq_len, features}, init);
+  ParamSpec positions = spec_of("wpe.weight", {max_seq_len, features}, dtype, init);
   sum_over_tp(positions);
   positions_ = registry.declare(std::move(positions));
 }
 
 Tensor Embedding::forward(const Context& context, const Tensor&, Saved*) const {
   const MicroBatch& batch = context.batch;
-  const Tensor out = new_activation(context, {batch.num_samples(), batch.seq_len(), features_}, "embedding");
+  const Tensor out =
+      new_activation(context, dtype_, {batch.num_samples(), batch.seq_len(), features_}, "embedding");
   embedding_forward(context.stream, batch.tokens, context.params.weight(tokens_),
                     context.params.weight(positions_), out);
   return out.view({batch.num_samples() * batch.seq_len(), features_});
@@ -62,14 +64,19 @@ void Embedding::backward_weight(const Context& context, Saved& saved) const {
 
 Cost Embedding::cost(int64_t num_samples, int64_t seq_len) const {
   const int64_t elements = num_samples * seq_len * features_;
-  return {.bytes_moved = 3 * kElementBytes * elements, .parameter_bytes = kElementBytes * parameters_};
+  return {.bytes_moved = 3 * bytes_of(dtype_, elements), .parameter_bytes = bytes_of(dtype_, parameters_)};
 }
 
 // ---- Linear ----
 
 Linear::Linear(ParamRegistry& registry, const std::string& name, int64_t in, int64_t out,
                const LinearOptions& options)
-    : in_(in), out_(out), bias_(options.bias), owns_weight_(options.tied_to.empty()) {
+    : in_(in),
+      out_(out),
+      dtype_(options.dtype),
+      out_dtype_(options.out_dtype),
+      bias_(options.bias),
+      owns_weight_(options.tied_to.empty()) {
   std::vector<Cut> weight_cuts, bias_cuts;
   if (options.cut == LinearCut::kColumn) {
     weight_cuts = {{.dim = 0, .axis = "tp", .blocks = options.cut_blocks}};
@@ -78,17 +85,21 @@ Linear::Linear(ParamRegistry& registry, const std::string& name, int64_t in, int
     weight_cuts = {{.dim = 1, .axis = "tp", .blocks = options.cut_blocks}};
   }
   if (owns_weight_) {
-    ParamSpec weight = spec_of(name + ".weight", {out, in}, {ParamInit::Kind::kNormal, options.init_std});
+    ParamSpec weight =
+        spec_of(name + ".weight", {out, in}, dtype_, {ParamInit::Kind::kNormal, options.init_std});
     weight.cuts = weight_cuts;
     weight_ = registry.declare(std::move(weight));
   } else {
     weight_ = registry.declare_use(options.tied_to);
-    const Shape& shape = registry.specs()[static_cast<size_t>(weight_.param)].shape;
+    const ParamSpec& tied = registry.specs()[static_cast<size_t>(weight_.param)];
+    const Shape& shape = tied.shape;
+    require(tied.dtype == dtype_, "layer '", name, "' computes in ", dtype_name(dtype_), ", but '",
+            options.tied_to, "' is ", dtype_name(tied.dtype));
     require(shape == Shape{out, in}, "layer '", name, "' needs a weight of ", Shape{out, in}.to_string(),
             ", but '", options.tied_to, "' has ", shape.to_string());
   }
   if (bias_) {
-    ParamSpec bias = spec_of(name + ".bias", {out}, {});
+    ParamSpec bias = spec_of(name + ".bias", {out}, dtype_, {});
     bias.cuts = bias_cuts;
     if (options.cut == LinearCut::kRow) sum_over_tp(bias);
     bias_use_ = registry.declare(std::move(bias));
@@ -97,7 +108,7 @@ Linear::Linear(ParamRegistry& registry, const std::string& name, int64_t in, int
 
 Tensor Linear::forward(const Context& context, const Tensor& x, Saved* saved) const {
   if (saved) saved->tensors = {x};
-  const Tensor y = new_activation(context, {x.size(0), out_}, "linear");
+  const Tensor y = new_activation(context, out_dtype_, {x.size(0), out_}, "linear");
   gemm(context.stream, x, context.params.weight(weight_).transpose(0, 1), y, /*accumulate=*/false,
        bias_ ? context.params.weight(bias_use_) : Tensor());
   return y;
@@ -105,7 +116,7 @@ Tensor Linear::forward(const Context& context, const Tensor& x, Saved* saved) co
 
 Tensor Linear::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
   saved.tensors.push_back(dy);
-  const Tensor dx = new_activation(context, {dy.size(0), in_}, "linear grad");
+  const Tensor dx = new_activation(context, dtype_, {dy.size(0), in_}, "linear grad");
   gemm(context.stream, dy, context.params.weight(weight_), dx, /*accumulate=*/false);
   return dx;
 }
@@ -123,17 +134,18 @@ Cost Linear::cost(int64_t num_samples, int64_t seq_len) const {
   return {.forward_flops = flops,
           .backward_input_flops = flops,
           .backward_weight_flops = flops,
-          .bytes_moved = kElementBytes * (rows * (in_ + out_) + in_ * out_),
-          .parameter_bytes = kElementBytes * ((owns_weight_ ? in_ * out_ : 0) + (bias_ ? out_ : 0)),
-          .saved_bytes = kElementBytes * rows * in_};
+          .bytes_moved = bytes_of(dtype_, rows * in_ + in_ * out_) + bytes_of(out_dtype_, rows * out_),
+          .parameter_bytes = bytes_of(dtype_, (owns_weight_ ? in_ * out_ : 0) + (bias_ ? out_ : 0)),
+          .saved_bytes = bytes_of(dtype_, rows * in_)};
 }
 
 // ---- LayerNorm ----
 
-LayerNorm::LayerNorm(ParamRegistry& registry, const std::string& name, int64_t features, float eps)
-    : features_(features), eps_(eps) {
-  ParamSpec gamma = spec_of(name + ".weight", {features}, {ParamInit::Kind::kOnes});
-  ParamSpec beta = spec_of(name + ".bias", {features}, {});
+LayerNorm::LayerNorm(ParamRegistry& registry, const std::string& name, int64_t features, float eps,
+                     DType dtype, DType param_dtype)
+    : features_(features), eps_(eps), dtype_(dtype), param_dtype_(param_dtype) {
+  ParamSpec gamma = spec_of(name + ".weight", {features}, param_dtype, {ParamInit::Kind::kOnes});
+  ParamSpec beta = spec_of(name + ".bias", {features}, param_dtype, {});
   sum_over_tp(gamma);
   sum_over_tp(beta);
   gamma_ = registry.declare(std::move(gamma));
@@ -141,9 +153,9 @@ LayerNorm::LayerNorm(ParamRegistry& registry, const std::string& name, int64_t f
 }
 
 Tensor LayerNorm::forward(const Context& context, const Tensor& x, Saved* saved) const {
-  const Tensor y = new_activation(context, x.shape(), "layer_norm");
-  const Tensor mean = new_activation(context, {x.size(0)}, "layer_norm mean");
-  const Tensor rstd = new_activation(context, {x.size(0)}, "layer_norm rstd");
+  const Tensor y = new_activation(context, dtype_, x.shape(), "layer_norm");
+  const Tensor mean = new_activation(context, DType::kF32, {x.size(0)}, "layer_norm mean");
+  const Tensor rstd = new_activation(context, DType::kF32, {x.size(0)}, "layer_norm rstd");
   layer_norm_forward(context.stream, x, context.params.weight(gamma_), context.params.weight(beta_), eps_, y,
                      mean, rstd);
   if (saved) saved->tensors = {x, mean, rstd};
@@ -151,7 +163,7 @@ Tensor LayerNorm::forward(const Context& context, const Tensor& x, Saved* saved)
 }
 
 Tensor LayerNorm::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
-  const Tensor dx = new_activation(context, dy.shape(), "layer_norm grad");
+  const Tensor dx = new_activation(context, dtype_, dy.shape(), "layer_norm grad");
   layer_norm_backward_input(context.stream, dy, saved.tensors[0], context.params.weight(gamma_),
                             saved.tensors[1], saved.tensors[2], dx);
   saved.tensors.push_back(dy);
@@ -165,9 +177,9 @@ void LayerNorm::backward_weight(const Context& context, Saved& saved) const {
 
 Cost LayerNorm::cost(int64_t num_samples, int64_t seq_len) const {
   const int64_t rows = num_samples * seq_len;
-  return {.bytes_moved = 2 * kElementBytes * rows * features_,
-          .parameter_bytes = 2 * kElementBytes * features_,
-          .saved_bytes = kElementBytes * rows * (features_ + 2)};
+  return {.bytes_moved = 2 * bytes_of(dtype_, rows * features_),
+          .parameter_bytes = 2 * bytes_of(param_dtype_, features_),
+          .saved_bytes = bytes_of(dtype_, rows * features_) + bytes_of(DType::kF32, 2 * rows)};
 }
 
 // ---- CausalAttention ----
@@ -175,8 +187,9 @@ Cost LayerNorm::cost(int64_t num_samples, int64_t seq_len) const {
 Tensor CausalAttention::forward(const Context& context, const Tensor& x, Saved* saved) const {
   const int64_t samples = context.batch.num_samples(), seq = context.batch.seq_len();
   const Tensor qkv = x.view({samples, seq, 3, heads_, features_ / heads_});
-  const Tensor out = new_activation(context, {samples, seq, heads_, features_ / heads_}, "attention");
-  const Tensor log_sum_exp = new_activation(context, {samples, heads_, seq}, "attention log_sum_exp");
+  const Tensor out = new_activation(context, dtype_, {samples, seq, heads_, features_ / heads_}, "attention");
+  const Tensor log_sum_exp =
+      new_activation(context, DType::kF32, {samples, heads_, seq}, "attention log_sum_exp");
   attention_forward(context.stream, qkv, out, log_sum_exp);
   if (saved) saved->tensors = {qkv, out, log_sum_exp};
   return out.view({samples * seq, features_});
@@ -185,7 +198,7 @@ Tensor CausalAttention::forward(const Context& context, const Tensor& x, Saved* 
 Tensor CausalAttention::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
   const Tensor& qkv = saved.tensors[0];
   const Tensor& out = saved.tensors[1];
-  const Tensor dqkv = new_activation(context, qkv.shape(), "attention grad");
+  const Tensor dqkv = new_activation(context, dtype_, qkv.shape(), "attention grad");
   attention_backward(context.stream, qkv, out, saved.tensors[2], dy.view(out.shape()), dqkv);
   return dqkv.view({dy.size(0), 3 * features_});
 }
@@ -197,27 +210,27 @@ Cost CausalAttention::cost(int64_t num_samples, int64_t seq_len) const {
   const double product = 2 * pairs * static_cast<double>(features_);
   return {.forward_flops = 2 * product,
           .backward_input_flops = 5 * product,
-          .bytes_moved = kElementBytes * 4 * rows * features_,
-          .saved_bytes = kElementBytes * rows * (3 * features_ + heads_)};
+          .bytes_moved = 4 * bytes_of(dtype_, rows * features_),
+          .saved_bytes = 3 * bytes_of(dtype_, rows * features_) + bytes_of(DType::kF32, rows * heads_)};
 }
 
 // ---- Gelu ----
 
 Tensor Gelu::forward(const Context& context, const Tensor& x, Saved* saved) const {
   if (saved) saved->tensors = {x};
-  const Tensor y = new_activation(context, x.shape(), "gelu");
+  const Tensor y = new_activation(context, dtype_, x.shape(), "gelu");
   gelu_forward(context.stream, x, y);
   return y;
 }
 
 Tensor Gelu::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
-  const Tensor dx = new_activation(context, dy.shape(), "gelu grad");
+  const Tensor dx = new_activation(context, dtype_, dy.shape(), "gelu grad");
   gelu_backward(context.stream, saved.tensors[0], dy, dx);
   return dx;
 }
 
 Cost Gelu::cost(int64_t num_samples, int64_t seq_len) const {
-  const int64_t bytes = kElementBytes * num_samples * seq_len * features_;
+  const int64_t bytes = bytes_of(dtype_, num_samples * seq_len * features_);
   return {.bytes_moved = 2 * bytes, .saved_bytes = bytes};
 }
 
@@ -225,7 +238,7 @@ Cost Gelu::cost(int64_t num_samples, int64_t seq_len) const {
 
 Tensor Dropout::apply(const Context& context, const Tensor& x) const {
   if (p_ == 0 || !context.training) return x;
-  const Tensor y = new_activation(context, x.shape(), "dropout");
+  const Tensor y = new_activation(context, dtype_, x.shape(), "dropout");
   const RandomKey key{context.seed, RandomPurpose::kDropout, stream_, context.step};
   dropout(context.stream, x, y, p_, key, context.batch.first_sample * context.batch.seq_len() * features_);
   return y;
@@ -238,14 +251,14 @@ Tensor Dropout::backward_input(const Context& context, const Tensor& dy, Saved&)
 }
 
 Cost Dropout::cost(int64_t num_samples, int64_t seq_len) const {
-  return {.bytes_moved = p_ == 0 ? 0 : 2 * kElementBytes * num_samples * seq_len * features_};
+  return {.bytes_moved = p_ == 0 ? 0 : 2 * bytes_of(dtype_, num_samples * seq_len * features_)};
 }
 
 // ---- CrossEntropy ----
 
 Tensor CrossEntropy::forward(const Context& context, const Tensor& x, Saved* saved) const {
-  const Tensor loss = new_activation(context, {x.size(0)}, "loss");
-  const Tensor log_sum_exp = new_activation(context, {x.size(0)}, "loss log_sum_exp");
+  const Tensor loss = new_activation(context, DType::kF32, {x.size(0)}, "loss");
+  const Tensor log_sum_exp = new_activation(context, DType::kF32, {x.size(0)}, "loss log_sum_exp");
   const Tensor targets = context.batch.targets.view({x.size(0)});
   cross_entropy_forward(context.stream, x, targets, loss, log_sum_exp);
   if (saved) saved->tensors = {x, targets, log_sum_exp};
@@ -259,8 +272,9 @@ Tensor CrossEntropy::backward_input(const Context& context, const Tensor&, Saved
 }
 
 Cost CrossEntropy::cost(int64_t num_samples, int64_t seq_len) const {
-  const int64_t bytes = kElementBytes * num_samples * seq_len * vocab_;
-  return {.bytes_moved = bytes, .saved_bytes = bytes + kElementBytes * num_samples * seq_len};
+  const int64_t rows = num_samples * seq_len;
+  const int64_t bytes = bytes_of(dtype_, rows * vocab_);
+  return {.bytes_moved = bytes, .saved_bytes = bytes + bytes_of(DType::kF32, rows)};
 }
 
 }  // namespace polyreme

@@ -21,7 +21,7 @@ ParamUse ParamRegistry::declare(ParamSpec spec) {
   require(find(spec.name) < 0, "the parameter '", spec.name, "' is declared twice");
   if (spec.padded_shape.size() == 0) spec.padded_shape = spec.shape;
   specs_.push_back(std::move(spec));
-  num_uses_.push_back(1);
+  use_layers_.push_back({layer_});
   return {static_cast<int>(specs_.size()) - 1, 0};
 }
 
@@ -29,7 +29,9 @@ ParamUse ParamRegistry::declare_use(const std::string& name) {
   const int param = index(name);
   if (specs_[static_cast<size_t>(param)].tie_group.empty())
     specs_[static_cast<size_t>(param)].tie_group = name;
-  return {param, num_uses_[static_cast<size_t>(param)]++};
+  std::vector<int>& layers = use_layers_[static_cast<size_t>(param)];
+  layers.push_back(layer_);
+  return {param, static_cast<int>(layers.size()) - 1};
 }
 
 }  // namespace polyreme

@@ -17,13 +17,17 @@ struct ParamUse {
 // The parameters of a model in order of declaration. Layers declare theirs while they are built.
 class ParamRegistry {
  public:
+  // What is declared from now on belongs to the layer at `index` of the model; 0 before the first call.
+  void begin_layer(size_t index) { layer_ = static_cast<int>(index); }
   // Throws InvalidArgument for a name that exists.
   ParamUse declare(ParamSpec spec);
   // Another use of an existing parameter. Throws InvalidArgument if it is unknown.
   ParamUse declare_use(const std::string& name);
 
   const std::vector<ParamSpec>& specs() const { return specs_; }
-  int num_uses(int param) const { return num_uses_[static_cast<size_t>(param)]; }
+  int num_uses(int param) const { return static_cast<int>(layers_of(param).size()); }
+  // The layer of each use: of the model, not the parts of which it is made. The first one declares it.
+  const std::vector<int>& layers_of(int param) const { return use_layers_[static_cast<size_t>(param)]; }
   // Throws InvalidArgument for an unknown name.
   int index(const std::string& name) const;
 
@@ -31,7 +35,8 @@ class ParamRegistry {
   int find(const std::string& name) const;  // -1 if unknown
 
   std::vector<ParamSpec> specs_;
-  std::vector<int> num_uses_;
+  std::vector<std::vector<int>> use_layers_;
+  int layer_ = 0;
 };
 
 }  // namespace polyreme

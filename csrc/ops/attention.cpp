@@ -1,6 +1,7 @@
 #include <cmath>
 
 #include "ops/check.h"
+#include "ops/cpu/elements.h"
 #include "ops/cpu/enqueue.h"
 #include "ops/cpu/kernels/attention.h"
 #include "ops/ops.h"
@@ -20,10 +21,10 @@ struct Sizes {
 };
 
 Sizes check_shapes(const char* op, const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp) {
-  check_rows({op, "qkv"}, qkv, 5);
+  check_float_rows({op, "qkv"}, qkv, 5);
   require(qkv.size(2) == 3, op, ": qkv: expected [batch, seq, 3, heads, head_dim], got ", qkv.to_string());
   const Sizes sizes{qkv.size(0), qkv.size(1), qkv.size(3), qkv.size(4)};
-  check_dense({op, "out"}, out, {sizes.batch, sizes.seq, sizes.heads, sizes.head_dim});
+  check_dense({op, "out"}, out, {sizes.batch, sizes.seq, sizes.heads, sizes.head_dim}, qkv.dtype());
   check_dense({op, "log_sum_exp"}, log_sum_exp, {sizes.batch, sizes.heads, sizes.seq});
   return sizes;
 }
@@ -48,7 +49,7 @@ void attention_forward(Stream& stream, const Tensor& qkv, const Tensor& out, con
   // S and O: two products.
   as_cpu(stream).enqueue(
       {op, OpKind::kAttention, sizes.flops(2)}, {reads(qkv), writes(out), writes(log_sum_exp)},
-      [=](const CpuContext& context) {
+      [=, type = element_of(qkv)](const CpuContext& context) {
         const auto kernel =
             pick(context.isa, cpu::avx2::attention_forward_head, cpu::avx512::attention_forward_head);
         const auto scratch_size =
@@ -57,12 +58,13 @@ void attention_forward(Stream& stream, const Tensor& qkv, const Tensor& out, con
         const int64_t scratch_floats = scratch_size(sizes.seq, sizes.head_dim);
         for_heads(context.pool, sizes, scratch_floats, [&](int64_t sample, int64_t head, float* scratch) {
           const int64_t first = sample * sizes.seq, column = head * sizes.head_dim;
-          const float* q = qkv.address<float>() + first * 3 * row + column;
+          const ElementPointer q{ElementPointer(qkv) + (first * 3 * row + column), type};
           const cpu::AttentionForwardHead args{
-              .q = q,
+              .type = type,
+              .q = q.data,
               .k = q + row,
               .v = q + 2 * row,
-              .out = out.address<float>() + first * row + column,
+              .out = ElementPointer(out) + (first * row + column),
               .log_sum_exp = log_sum_exp.address<float>() + (sample * sizes.heads + head) * sizes.seq,
               .qkv_stride = 3 * row,
               .out_stride = row,
@@ -79,14 +81,14 @@ void attention_backward(Stream& stream, const Tensor& qkv, const Tensor& out, co
                         const Tensor& dout, const Tensor& dqkv) {
   const char* op = "attention_backward";
   const Sizes sizes = check_shapes(op, qkv, out, log_sum_exp);
-  check_dense({op, "dout"}, dout, out.shape());
-  check_dense({op, "dqkv"}, dqkv, qkv.shape());
+  check_dense({op, "dout"}, dout, out.shape(), qkv.dtype());
+  check_dense({op, "dqkv"}, dqkv, qkv.shape(), qkv.dtype());
   for (const Tensor* in : {&qkv, &out, &log_sum_exp, &dout}) check_apart({op, "dqkv"}, dqkv, *in);
   // S, dP, dV, dQ and dK: five products.
   as_cpu(stream).enqueue(
       {op, OpKind::kAttention, sizes.flops(5)},
       {reads(qkv), reads(out), reads(log_sum_exp), reads(dout), writes(dqkv)},
-      [=](const CpuContext& context) {
+      [=, type = element_of(qkv)](const CpuContext& context) {
         const auto kernel =
             pick(context.isa, cpu::avx2::attention_backward_head, cpu::avx512::attention_backward_head);
         const auto scratch_size =
@@ -95,16 +97,17 @@ void attention_backward(Stream& stream, const Tensor& qkv, const Tensor& out, co
         const int64_t scratch_floats = scratch_size(sizes.seq, sizes.head_dim);
         for_heads(context.pool, sizes, scratch_floats, [&](int64_t sample, int64_t head, float* scratch) {
           const int64_t first = sample * sizes.seq, column = head * sizes.head_dim;
-          const float* q = qkv.address<float>() + first * 3 * row + column;
-          float* dq = dqkv.address<float>() + first * 3 * row + column;
+          const ElementPointer q{ElementPointer(qkv) + (first * 3 * row + column), type};
+          const ElementPointer dq{ElementPointer(dqkv) + (first * 3 * row + column), type};
           const cpu::AttentionBackwardHead args{
-              .q = q,
+              .type = type,
+              .q = q.data,
               .k = q + row,
               .v = q + 2 * row,
-              .out = out.address<float>() + first * row + column,
+              .out = ElementPointer(out) + (first * row + column),
               .log_sum_exp = log_sum_exp.address<float>() + (sample * sizes.heads + head) * sizes.seq,
-              .dout = dout.address<float>() + first * row + column,
-              .dq = dq,
+              .dout = ElementPointer(dout) + (first * row + column),
+              .dq = dq.data,
               .dk = dq + row,
               .dv = dq + 2 * row,
               .qkv_stride = 3 * row,

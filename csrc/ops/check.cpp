@@ -25,6 +25,11 @@ void check_dense(ArgName name, const Tensor& tensor, DType dtype) {
     fail(name, tensor, concat("a contiguous ", dtype_name(dtype), " tensor"));
 }
 
+void check_float(ArgName name, const Tensor& tensor) {
+  if (!tensor.defined() || !is_float(tensor.dtype()) || !tensor.is_contiguous()) [[unlikely]]
+    fail(name, tensor, "a contiguous float32, bfloat16 or float16 tensor");
+}
+
 void check_dense(ArgName name, const Tensor& tensor, const Shape& shape, DType dtype) {
   if (!is_dense(tensor, dtype) || !(tensor.shape() == shape)) [[unlikely]]
     fail(name, tensor, concat("contiguous ", dtype_name(dtype), shape.to_string()));
@@ -35,6 +40,11 @@ void check_rows(ArgName name, const Tensor& tensor, int dims, DType dtype) {
   for (int dim = 1; fits && dim < dims; ++dim) fits = tensor.size(dim) > 0;
   if (!fits) [[unlikely]]
     fail(name, tensor, concat("a contiguous ", dtype_name(dtype), " tensor of ", dims, " dims with columns"));
+}
+
+void check_float_rows(ArgName name, const Tensor& tensor, int dims) {
+  check_float(name, tensor);
+  check_rows(name, tensor, dims, tensor.dtype());
 }
 
 void check_in_place_or_apart(ArgName name, const Tensor& out, const Tensor& in) {

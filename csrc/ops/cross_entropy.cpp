@@ -1,5 +1,6 @@
 #include "ops/cpu/kernels/cross_entropy.h"
 #include "ops/check.h"
+#include "ops/cpu/elements.h"
 #include "ops/cpu/enqueue.h"
 #include "ops/cpu/ranges.h"
 #include "ops/ops.h"
@@ -20,13 +21,14 @@ void check_targets(const char* op, const int32_t* targets, int64_t rows, int64_t
 void cross_entropy_forward(Stream& stream, const Tensor& logits, const Tensor& targets, const Tensor& loss,
                            const Tensor& log_sum_exp) {
   constexpr const char* kOp = "cross_entropy_forward";
-  check_rows({kOp, "logits"}, logits);
+  check_float_rows({kOp, "logits"}, logits);
   const int64_t rows = logits.size(0), vocab = logits.size(1);
   check_dense({kOp, "targets"}, targets, {rows}, DType::kI32);
   check_dense({kOp, "loss"}, loss, {rows});
   check_dense({kOp, "log_sum_exp"}, log_sum_exp, {rows});
   const cpu::CrossEntropyForward args = {.vocab = vocab,
-                                         .logits = logits.address<float>(),
+                                         .type = element_of(logits),
+                                         .logits = logits.raw_address(),
                                          .targets = targets.address<int32_t>(),
                                          .loss = loss.address<float>(),
                                          .log_sum_exp = log_sum_exp.address<float>()};
@@ -44,12 +46,13 @@ void cross_entropy_forward(Stream& stream, const Tensor& logits, const Tensor& t
 void cross_entropy_backward(Stream& stream, const Tensor& logits, const Tensor& targets,
                             const Tensor& log_sum_exp, float scale) {
   constexpr const char* kOp = "cross_entropy_backward";
-  check_rows({kOp, "logits"}, logits);
+  check_float_rows({kOp, "logits"}, logits);
   const int64_t rows = logits.size(0), vocab = logits.size(1);
   check_dense({kOp, "targets"}, targets, {rows}, DType::kI32);
   check_dense({kOp, "log_sum_exp"}, log_sum_exp, {rows});
   const cpu::CrossEntropyBackward args = {.vocab = vocab,
-                                          .logits = logits.address<float>(),
+                                          .type = element_of(logits),
+                                          .logits = logits.raw_address(),
                                           .targets = targets.address<int32_t>(),
                                           .log_sum_exp = log_sum_exp.address<float>(),
                                           .scale = scale};

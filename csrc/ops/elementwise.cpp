@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "ops/check.h"
+#include "ops/cpu/elements.h"
 #include "ops/cpu/enqueue.h"
 #include "ops/cpu/kernels/elementwise.h"
 #include "ops/cpu/kernels/layer_norm.h"
@@ -12,11 +13,11 @@
 namespace polyreme {
 namespace {
 
-using Unary = void(const float* x, float* y, int64_t n);
-using Binary = void(const float* x, const float* y, float* out, int64_t n);
+using Unary = void(cpu::Element type, const void* x, void* y, int64_t n);
+using Binary = void(cpu::Element type, const void* x, const void* y, void* out, int64_t n);
 
 void check_output(const char* op, const char* argument, const Tensor& out, const Tensor& in) {
-  check_dense({op, argument}, out, in.shape());
+  check_dense({op, argument}, out, in.shape(), in.dtype());
   check_in_place_or_apart({op, argument}, out, in);
 }
 
@@ -26,46 +27,59 @@ void check_first_element(const char* op, int64_t first_element) {
 
 void enqueue_binary(Stream& stream, const char* name, const Tensor& x, const Tensor& y, const Tensor& out,
                     Binary* avx2, Binary* avx512) {
-  const float* const x_data = x.address<float>();
-  const float* const y_data = y.address<float>();
-  float* const out_data = out.address<float>();
+  const ElementPointer x_data(x), y_data(y), out_data(out);
   const int64_t n = out.numel();
-  as_cpu(stream).enqueue({name, OpKind::kElementwise}, {reads(x), reads(y), writes(out)},
-                         [=](const CpuContext& context) {
-                           Binary* const kernel = pick(context.isa, avx2, avx512);
-                           for_ranges(context.pool, n, kGrain, [=](int64_t begin, int64_t end) {
-                             kernel(x_data + begin, y_data + begin, out_data + begin, end - begin);
-                           });
-                         });
+  as_cpu(stream).enqueue(
+      {name, OpKind::kElementwise}, {reads(x), reads(y), writes(out)}, [=](const CpuContext& context) {
+        Binary* const kernel = pick(context.isa, avx2, avx512);
+        for_ranges(context.pool, n, kGrain, [=](int64_t begin, int64_t end) {
+          kernel(x_data.type, x_data + begin, y_data + begin, out_data + begin, end - begin);
+        });
+      });
 }
 
 }  // namespace
 
 void add(Stream& stream, const Tensor& x, const Tensor& y, const Tensor& out) {
-  check_dense({"add", "x"}, x);
-  check_dense({"add", "y"}, y, x.shape());
+  check_float({"add", "x"}, x);
+  check_dense({"add", "y"}, y, x.shape(), x.dtype());
   check_output("add", "out", out, x);
   check_in_place_or_apart({"add", "out"}, out, y);
   enqueue_binary(stream, "add", x, y, out, cpu::avx2::add, cpu::avx512::add);
 }
 
+void cast(Stream& stream, const Tensor& from, const Tensor& to) {
+  check_float({"cast", "from"}, from);
+  check_float({"cast", "to"}, to);
+  check_dense({"cast", "to"}, to, from.shape(), to.dtype());
+  check_apart({"cast", "to"}, to, from);
+  const ElementPointer source(from), target(to);
+  as_cpu(stream).enqueue({"cast", OpKind::kElementwise}, {reads(from), writes(to)},
+                         [=, n = from.numel()](const CpuContext& context) {
+                           const auto kernel = pick(context.isa, cpu::avx2::cast, cpu::avx512::cast);
+                           for_ranges(context.pool, n, kGrain, [=](int64_t begin, int64_t end) {
+                             kernel(source.type, source + begin, target.type, target + begin, end - begin);
+                           });
+                         });
+}
+
 void gelu_forward(Stream& stream, const Tensor& x, const Tensor& y) {
-  check_dense({"gelu_forward", "x"}, x);
+  check_float({"gelu_forward", "x"}, x);
   check_output("gelu_forward", "y", y, x);
-  const float* const from = x.address<float>();
-  float* const to = y.address<float>();
-  as_cpu(stream).enqueue(
-      {"gelu_forward", OpKind::kElementwise}, {reads(x), writes(y)},
-      [=, n = x.numel()](const CpuContext& context) {
-        Unary* const kernel = pick(context.isa, cpu::avx2::gelu_forward, cpu::avx512::gelu_forward);
-        for_ranges(context.pool, n, kGrain,
-                   [=](int64_t begin, int64_t end) { kernel(from + begin, to + begin, end - begin); });
-      });
+  const ElementPointer from(x), to(y);
+  as_cpu(stream).enqueue({"gelu_forward", OpKind::kElementwise}, {reads(x), writes(y)},
+                         [=, n = x.numel()](const CpuContext& context) {
+                           Unary* const kernel =
+                               pick(context.isa, cpu::avx2::gelu_forward, cpu::avx512::gelu_forward);
+                           for_ranges(context.pool, n, kGrain, [=](int64_t begin, int64_t end) {
+                             kernel(from.type, from + begin, to + begin, end - begin);
+                           });
+                         });
 }
 
 void gelu_backward(Stream& stream, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  check_dense({"gelu_backward", "x"}, x);
-  check_dense({"gelu_backward", "dy"}, dy, x.shape());
+  check_float({"gelu_backward", "x"}, x);
+  check_dense({"gelu_backward", "dy"}, dy, x.shape(), x.dtype());
   check_output("gelu_backward", "dx", dx, x);
   check_in_place_or_apart({"gelu_backward", "dx"}, dx, dy);
   enqueue_binary(stream, "gelu_backward", x, dy, dx, cpu::avx2::gelu_backward, cpu::avx512::gelu_backward);
@@ -73,7 +87,7 @@ void gelu_backward(Stream& stream, const Tensor& x, const Tensor& dy, const Tens
 
 void dropout(Stream& stream, const Tensor& x, const Tensor& y, float p, const RandomKey& key,
              int64_t first_element) {
-  check_dense({"dropout", "x"}, x);
+  check_float({"dropout", "x"}, x);
   check_output("dropout", "y", y, x);
   require(p >= 0.0f && p < 1.0f, "dropout: p: expected 0 <= p < 1, got ", p);
   check_first_element("dropout", first_element);
@@ -81,21 +95,22 @@ void dropout(Stream& stream, const Tensor& x, const Tensor& y, float p, const Ra
   const double p_exact = p;
   const cpu::DropoutRule rule = {static_cast<uint32_t>(std::ceil(p_exact * 0x1p32)),
                                  static_cast<float>(1.0 / (1.0 - p_exact))};
-  const float* const from = x.address<float>();
-  float* const to = y.address<float>();
+  const ElementPointer from(x), to(y);
+  const auto element_bytes = static_cast<int64_t>(dtype_size(x.dtype()));
   const auto first = static_cast<uint64_t>(first_element);
-  as_cpu(stream).enqueue(
-      {"dropout", OpKind::kElementwise}, {reads(x), writes(y)},
-      [=, n = x.numel()](const CpuContext& context) {
-        const auto kernel = pick(context.isa, cpu::avx2::dropout, cpu::avx512::dropout);
-        for_ranges(context.pool, n, kGrain, [&](int64_t begin, int64_t end) {
-          if (rule.threshold != 0) {
-            kernel(from + begin, to + begin, end - begin, key, first + static_cast<uint64_t>(begin), rule);
-          } else if (to != from) {
-            std::memcpy(to + begin, from + begin, static_cast<size_t>(end - begin) * sizeof(float));
-          }
-        });
-      });
+  as_cpu(stream).enqueue({"dropout", OpKind::kElementwise}, {reads(x), writes(y)},
+                         [=, n = x.numel()](const CpuContext& context) {
+                           const auto kernel = pick(context.isa, cpu::avx2::dropout, cpu::avx512::dropout);
+                           for_ranges(context.pool, n, kGrain, [&](int64_t begin, int64_t end) {
+                             if (rule.threshold != 0) {
+                               kernel(from.type, from + begin, to + begin, end - begin, key,
+                                      first + static_cast<uint64_t>(begin), rule);
+                             } else if (to.data != from.data) {
+                               std::memcpy(to + begin, from + begin,
+                                           static_cast<size_t>((end - begin) * element_bytes));
+                             }
+                           });
+                         });
 }
 
 void fill_normal(Stream& stream, const Tensor& out, float std, const RandomKey& key, int64_t first_element) {
@@ -115,11 +130,14 @@ void fill_normal(Stream& stream, const Tensor& out, float std, const RandomKey& 
 }
 
 void accumulate_rows(Stream& stream, const Tensor& x, const Tensor& out) {
-  check_rows({"accumulate_rows", "x"}, x);
+  check_float_rows({"accumulate_rows", "x"}, x);
   check_dense({"accumulate_rows", "out"}, out, {x.size(1)});
   check_apart({"accumulate_rows", "out"}, out, x);
-  const cpu::AccumulateRows args = {
-      .rows = x.size(0), .cols = x.size(1), .x = x.address<float>(), .out = out.address<float>()};
+  const cpu::AccumulateRows args = {.rows = x.size(0),
+                                    .cols = x.size(1),
+                                    .type = element_of(x),
+                                    .x = x.raw_address(),
+                                    .out = out.address<float>()};
   as_cpu(stream).enqueue({"accumulate_rows", OpKind::kElementwise}, {reads(x), reads(out), writes(out)},
                          [args](const CpuContext& context) {
                            const auto kernel =

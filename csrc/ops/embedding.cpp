@@ -1,6 +1,6 @@
 #include "ops/check.h"
+#include "ops/cpu/elements.h"
 #include "ops/cpu/enqueue.h"
-#include "ops/cpu/kernels/elementwise.h"
 #include "ops/cpu/ranges.h"
 #include "ops/ops.h"
 
@@ -17,13 +17,14 @@ Sizes check_embedding(const char* op, const Tensor& tokens, const Tensor& token_
                       const char* position_rows_name, const Tensor& activations,
                       const char* activations_name) {
   check_rows({op, "tokens"}, tokens, 2, DType::kI32);
-  check_rows({op, token_rows_name}, token_rows);
-  check_rows({op, position_rows_name}, position_rows);
+  check_float_rows({op, token_rows_name}, token_rows);
+  check_rows({op, position_rows_name}, position_rows, 2, token_rows.dtype());
   const Sizes sizes = {tokens.size(0), tokens.size(1), token_rows.size(1), token_rows.size(0)};
   require(position_rows.size(0) >= sizes.seq && position_rows.size(1) == sizes.cols, op, ": ",
           position_rows_name, ": expected at least ", sizes.seq, " rows of ", sizes.cols, " columns, got [",
           position_rows.size(0), ", ", position_rows.size(1), "]");
-  check_dense({op, activations_name}, activations, {sizes.batch, sizes.seq, sizes.cols});
+  check_float({op, activations_name}, activations);
+  check_dense({op, activations_name}, activations, {sizes.batch, sizes.seq, sizes.cols}, activations.dtype());
   return sizes;
 }
 
@@ -46,10 +47,9 @@ void embedding_forward(Stream& stream, const Tensor& tokens, const Tensor& token
   constexpr const char* kOp = "embedding_forward";
   const Sizes sizes =
       check_embedding(kOp, tokens, token_table, "token_table", position_table, "position_table", out, "out");
+  check_dense({kOp, "out"}, out, out.shape(), token_table.dtype());
   const int32_t* const token = tokens.address<int32_t>();
-  const float* const token_rows = token_table.address<float>();
-  const float* const position_rows = position_table.address<float>();
-  float* const out_rows = out.address<float>();
+  const ElementPointer token_rows(token_table), position_rows(position_table), out_rows(out);
   as_cpu(stream).enqueue(
       {kOp, OpKind::kEmbedding},
       {reads(tokens), reads(token_table), reads(used_positions(position_table, sizes)), writes(out)},
@@ -59,8 +59,8 @@ void embedding_forward(Stream& stream, const Tensor& tokens, const Tensor& token
         const int64_t cols = sizes.cols;
         for_row_ranges(context.pool, sizes.batch * sizes.seq, cols, [&](int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; ++i)
-            kernel(token_rows + token[i] * cols, position_rows + i % sizes.seq * cols, out_rows + i * cols,
-                   cols);
+            kernel(out_rows.type, token_rows + token[i] * cols, position_rows + i % sizes.seq * cols,
+                   out_rows + i * cols, cols);
         });
       });
 }
@@ -70,9 +70,10 @@ void embedding_backward(Stream& stream, const Tensor& tokens, const Tensor& dout
   constexpr const char* kOp = "embedding_backward";
   const Sizes sizes =
       check_embedding(kOp, tokens, token_grad, "token_grad", position_grad, "position_grad", dout, "dout");
+  check_dense({kOp, "token_grad"}, token_grad, DType::kF32);
   check_apart({kOp, "position_grad"}, position_grad, token_grad);
   const int32_t* const token = tokens.address<int32_t>();
-  const float* const dout_rows = dout.address<float>();
+  const ElementPointer dout_rows(dout);
   float* const token_rows = token_grad.address<float>();
   float* const position_rows = position_grad.address<float>();
   const Tensor positions = used_positions(position_grad, sizes);
@@ -81,16 +82,16 @@ void embedding_backward(Stream& stream, const Tensor& tokens, const Tensor& dout
                           writes(positions)},
                          [=](const CpuContext& context) {
                            check_tokens(kOp, token, sizes);
-                           const auto kernel = pick(context.isa, cpu::avx2::add, cpu::avx512::add);
+                           const auto kernel = pick(context.isa, cpu::avx2::add_to, cpu::avx512::add_to);
                            // Threads share the columns, so that every row sees the tokens in order.
                            const int64_t cols = sizes.cols;
                            for_column_ranges(context.pool, cols, [&](int64_t begin, int64_t end) {
                              for (int64_t i = 0; i < sizes.batch * sizes.seq; ++i) {
-                               const float* from = dout_rows + i * cols + begin;
+                               const void* from = dout_rows + (i * cols + begin);
                                float* token_row = token_rows + token[i] * cols + begin;
                                float* position_row = position_rows + i % sizes.seq * cols + begin;
-                               kernel(token_row, from, token_row, end - begin);
-                               kernel(position_row, from, position_row, end - begin);
+                               kernel(dout_rows.type, from, token_row, end - begin);
+                               kernel(dout_rows.type, from, position_row, end - begin);
                              }
                            });
                          });

@@ -1,5 +1,6 @@
 #include "ops/cpu/kernels/gemm.h"
 #include "ops/check.h"
+#include "ops/cpu/elements.h"
 #include "ops/cpu/enqueue.h"
 #include "ops/ops.h"
 
@@ -8,13 +9,14 @@ namespace {
 
 // A matrix whose rows or columns are contiguous, so that the kernel can pack it with vector loads.
 void check_operand(ArgName name, const Tensor& matrix) {
-  const bool fits = matrix.defined() && matrix.dtype() == DType::kF32 && matrix.dims() == 2 &&
+  const bool fits = matrix.defined() && is_float(matrix.dtype()) && matrix.dims() == 2 &&
                     (matrix.stride(0) == 1 || matrix.stride(1) == 1);
   if (!fits) [[unlikely]]
-    throw InvalidArgument(concat(name.op, ": ", name.argument,
-                                 ": expected a float32 matrix with one stride of 1, got ",
-                                 matrix.defined() ? matrix.to_string() : "an undefined tensor",
-                                 matrix.defined() ? " with strides " + matrix.strides().to_string() : ""));
+    throw InvalidArgument(
+        concat(name.op, ": ", name.argument,
+               ": expected a float32, bfloat16 or float16 matrix with one stride of 1, got ",
+               matrix.defined() ? matrix.to_string() : "an undefined tensor",
+               matrix.defined() ? " with strides " + matrix.strides().to_string() : ""));
 }
 
 }  // namespace
@@ -32,11 +34,14 @@ void gemm(Stream& stream, const Tensor& a, const Tensor& b, const Tensor& c, boo
   if ((n > 1 && c.stride(1) != 1) || (m > 1 && c.stride(0) < n)) [[unlikely]]
     throw InvalidArgument(concat("gemm: c: expected contiguous rows, got ", c.to_string(), " with strides ",
                                  c.strides().to_string()));
+  require(!accumulate || c.dtype() == DType::kF32, "gemm: c: expected float32 to accumulate into, got ", c,
+          "; a 16-bit sum loses what is small beside it, so accumulate in float32 and cast");
   check_apart({"gemm", "c"}, c, a);
   check_apart({"gemm", "c"}, c, b);
   std::vector<Access> accesses = {reads(a), reads(b), writes(c)};
   if (bias.defined()) {
-    check_dense({"gemm", "bias"}, bias, {n});
+    check_float({"gemm", "bias"}, bias);
+    check_dense({"gemm", "bias"}, bias, {n}, bias.dtype());
     check_apart({"gemm", "c"}, c, bias);
     accesses.push_back(reads(bias));
   }
@@ -45,20 +50,26 @@ void gemm(Stream& stream, const Tensor& a, const Tensor& b, const Tensor& c, boo
   args.m = m;
   args.n = n;
   args.k = k;
-  args.a = a.address<float>();
+  args.a = a.raw_address();
+  args.a_type = element_of(a);
   args.a_row_stride = a.stride(0);
   args.a_col_stride = a.stride(1);
-  args.b = b.address<float>();
+  args.b = b.raw_address();
+  args.b_type = element_of(b);
   args.b_row_stride = b.stride(0);
   args.b_col_stride = b.stride(1);
-  args.c = c.address<float>();
+  args.c = c.raw_address();
+  args.c_type = element_of(c);
   args.c_row_stride = c.stride(0);
   args.accumulate = accumulate;
-  args.bias = bias.defined() ? bias.address<float>() : nullptr;
+  const ElementPointer bias_row = bias.defined() ? ElementPointer(bias) : ElementPointer();
   const double flops = 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
   as_cpu(stream).enqueue({"gemm", OpKind::kGemm, flops}, std::move(accesses),
-                         [args](const CpuContext& context) {
-                           pick(context.isa, cpu::avx2::gemm_f32, cpu::avx512::gemm_f32)(args, context.pool);
+                         [args, bias_row](const CpuContext& context) {
+                           const WideRow wide_bias(context.isa, bias_row, args.n);
+                           cpu::GemmArgs now = args;
+                           now.bias = wide_bias.data();
+                           pick(context.isa, cpu::avx2::gemm_f32, cpu::avx512::gemm_f32)(now, context.pool);
                          });
 }
 

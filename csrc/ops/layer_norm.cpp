@@ -1,77 +1,98 @@
 #include <cmath>
 
 #include "ops/check.h"
+#include "ops/cpu/elements.h"
 #include "ops/cpu/enqueue.h"
 #include "ops/cpu/kernels/layer_norm.h"
 #include "ops/cpu/ranges.h"
 #include "ops/ops.h"
 
 namespace polyreme {
+namespace {
+
+// A row of parameters may be fp32 where the activations are narrower.
+void check_param(ArgName name, const Tensor& param, const Tensor& activations) {
+  const bool is_narrow = param.defined() && param.dtype() == activations.dtype();
+  check_dense(name, param, {activations.size(1)}, is_narrow ? param.dtype() : DType::kF32);
+}
+
+}  // namespace
 
 void layer_norm_forward(Stream& stream, const Tensor& x, const Tensor& gamma, const Tensor& beta, float eps,
                         const Tensor& y, const Tensor& mean, const Tensor& rstd) {
   constexpr const char* kOp = "layer_norm_forward";
-  check_rows({kOp, "x"}, x);
+  check_float_rows({kOp, "x"}, x);
   const int64_t rows = x.size(0), cols = x.size(1);
-  check_dense({kOp, "gamma"}, gamma, {cols});
-  check_dense({kOp, "beta"}, beta, {cols});
+  check_param({kOp, "gamma"}, gamma, x);
+  check_param({kOp, "beta"}, beta, x);
   require(eps >= 0.0f && std::isfinite(eps), kOp, ": eps: expected a finite number, 0 or more, got ", eps);
-  check_dense({kOp, "y"}, y, x.shape());
+  check_dense({kOp, "y"}, y, x.shape(), x.dtype());
   check_dense({kOp, "mean"}, mean, {rows});
   check_dense({kOp, "rstd"}, rstd, {rows});
   check_in_place_or_apart({kOp, "y"}, y, x);
   const cpu::LayerNormForward args = {.cols = cols,
-                                      .x = x.address<float>(),
-                                      .gamma = gamma.address<float>(),
-                                      .beta = beta.address<float>(),
+                                      .type = element_of(x),
+                                      .x = x.raw_address(),
+                                      .gamma = nullptr,  // widened when the operation runs
+                                      .beta = nullptr,
                                       .eps = eps,
-                                      .y = y.address<float>(),
+                                      .y = y.raw_address(),
                                       .mean = mean.address<float>(),
                                       .rstd = rstd.address<float>()};
+  const ElementPointer gamma_row(gamma), beta_row(beta);
   as_cpu(stream).enqueue(
       {kOp, OpKind::kNorm}, {reads(x), reads(gamma), reads(beta), writes(y), writes(mean), writes(rstd)},
       [=](const CpuContext& context) {
         const auto kernel = pick(context.isa, cpu::avx2::layer_norm_forward, cpu::avx512::layer_norm_forward);
+        const WideRow wide_gamma(context.isa, gamma_row, cols), wide_beta(context.isa, beta_row, cols);
+        cpu::LayerNormForward now = args;
+        now.gamma = wide_gamma.data();
+        now.beta = wide_beta.data();
         for_row_ranges(context.pool, rows, cols,
-                       [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+                       [&](int64_t begin, int64_t end) { kernel(now, begin, end); });
       });
 }
 
 void layer_norm_backward_input(Stream& stream, const Tensor& dy, const Tensor& x, const Tensor& gamma,
                                const Tensor& mean, const Tensor& rstd, const Tensor& dx) {
   constexpr const char* kOp = "layer_norm_backward_input";
-  check_rows({kOp, "dy"}, dy);
+  check_float_rows({kOp, "dy"}, dy);
   const int64_t rows = dy.size(0), cols = dy.size(1);
-  check_dense({kOp, "x"}, x, dy.shape());
-  check_dense({kOp, "gamma"}, gamma, {cols});
+  check_dense({kOp, "x"}, x, dy.shape(), dy.dtype());
+  check_param({kOp, "gamma"}, gamma, dy);
   check_dense({kOp, "mean"}, mean, {rows});
   check_dense({kOp, "rstd"}, rstd, {rows});
-  check_dense({kOp, "dx"}, dx, dy.shape());
+  check_dense({kOp, "dx"}, dx, dy.shape(), dy.dtype());
   check_in_place_or_apart({kOp, "dx"}, dx, dy);
   check_in_place_or_apart({kOp, "dx"}, dx, x);
   const cpu::LayerNormBackwardInput args = {.cols = cols,
-                                            .dy = dy.address<float>(),
-                                            .x = x.address<float>(),
-                                            .gamma = gamma.address<float>(),
+                                            .type = element_of(dy),
+                                            .dy = dy.raw_address(),
+                                            .x = x.raw_address(),
+                                            .gamma = nullptr,  // widened when the operation runs
                                             .mean = mean.address<float>(),
                                             .rstd = rstd.address<float>(),
-                                            .dx = dx.address<float>()};
+                                            .dx = dx.raw_address()};
+  const ElementPointer gamma_row(gamma);
   as_cpu(stream).enqueue(
       {kOp, OpKind::kNorm}, {reads(dy), reads(x), reads(gamma), reads(mean), reads(rstd), writes(dx)},
       [=](const CpuContext& context) {
         const auto kernel =
             pick(context.isa, cpu::avx2::layer_norm_backward_input, cpu::avx512::layer_norm_backward_input);
+        const WideRow wide_gamma(context.isa, gamma_row, cols);
+        cpu::LayerNormBackwardInput now = args;
+        now.gamma = wide_gamma.data();
         for_row_ranges(context.pool, rows, cols,
-                       [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+                       [&](int64_t begin, int64_t end) { kernel(now, begin, end); });
       });
 }
 
 void layer_norm_backward_weight(Stream& stream, const Tensor& dy, const Tensor& x, const Tensor& mean,
                                 const Tensor& rstd, const Tensor& dgamma, const Tensor& dbeta) {
   constexpr const char* kOp = "layer_norm_backward_weight";
-  check_rows({kOp, "dy"}, dy);
+  check_float_rows({kOp, "dy"}, dy);
   const int64_t rows = dy.size(0), cols = dy.size(1);
-  check_dense({kOp, "x"}, x, dy.shape());
+  check_dense({kOp, "x"}, x, dy.shape(), dy.dtype());
   check_dense({kOp, "mean"}, mean, {rows});
   check_dense({kOp, "rstd"}, rstd, {rows});
   check_dense({kOp, "dgamma"}, dgamma, {cols});
@@ -79,8 +100,9 @@ void layer_norm_backward_weight(Stream& stream, const Tensor& dy, const Tensor& 
   check_apart({kOp, "dbeta"}, dbeta, dgamma);
   const cpu::LayerNormBackwardWeight args = {.rows = rows,
                                              .cols = cols,
-                                             .dy = dy.address<float>(),
-                                             .x = x.address<float>(),
+                                             .type = element_of(dy),
+                                             .dy = dy.raw_address(),
+                                             .x = x.raw_address(),
                                              .mean = mean.address<float>(),
                                              .rstd = rstd.address<float>(),
                                              .dgamma = dgamma.address<float>(),

@@ -1,7 +1,9 @@
 #include <cstring>
 
 #include "ops/check.h"
+#include "ops/cpu/elements.h"
 #include "ops/cpu/enqueue.h"
+#include "ops/cpu/kernels/elementwise.h"
 #include "ops/cpu/ranges.h"
 #include "ops/ops.h"
 
@@ -24,12 +26,19 @@ void enqueue_copy(Stream& stream, const char* name, std::vector<Access> accesses
 }  // namespace
 
 void fill(Stream& stream, const Tensor& out, float value) {
-  check_dense({"fill", "out"}, out);
-  float* const data = out.address<float>();
+  check_float({"fill", "out"}, out);
+  const ElementPointer data(out);
   as_cpu(stream).enqueue(
       {"fill", OpKind::kCopy}, {writes(out)}, [=, n = out.numel()](const CpuContext& context) {
-        for_ranges(context.pool, n, kGrain,
-                   [=](int64_t begin, int64_t end) { std::fill(data + begin, data + end, value); });
+        const auto cast = pick(context.isa, cpu::avx2::cast, cpu::avx512::cast);
+        uint32_t pattern = 0;  // one element as it is stored
+        cast(cpu::Element::kF32, &value, data.type, &pattern, 1);
+        for_ranges(context.pool, n, kGrain, [=](int64_t begin, int64_t end) {
+          if (data.type == cpu::Element::kF32)
+            std::fill_n(static_cast<uint32_t*>(data + begin), end - begin, pattern);
+          else
+            std::fill_n(static_cast<uint16_t*>(data + begin), end - begin, static_cast<uint16_t>(pattern));
+        });
       });
 }
 

@@ -8,8 +8,13 @@
 #include "tensor/tensor.h"
 
 // Operations on tensors. Each checks its arguments (InvalidArgument, before anything is enqueued),
-// then enqueues on `stream`; errors while it runs surface at Stream::synchronize. Tensors are fp32
-// and contiguous unless said otherwise. Rows = tokens: [rows, cols] with one token a row.
+// then enqueues on `stream`; errors while it runs surface at Stream::synchronize. Tensors are
+// contiguous unless said otherwise. Rows = tokens: [rows, cols] with one token a row.
+//
+// Element types: "F" marks tensors that are fp32, bf16 or fp16, all those of one operation alike;
+// "P" marks parameters that are fp32 or F. All others are fp32. 16-bit formats are storage only:
+// inputs are widened exactly, arithmetic, statistics and accumulators are fp32, and what is stored in
+// 16 bits is rounded once, to nearest, ties to even (overflow gives infinity).
 //
 // "Chain over rows": out[c] = ((out[c] + x[0,c]) + x[1,c]) + ..., one rounding per row in ascending
 // order, continuing from what `out` holds. So cutting the rows into micro-batches changes no bit.
@@ -20,7 +25,10 @@
 namespace polyreme {
 
 // ---- memory -----------------------------------------------------------------------------------
-void fill(Stream& stream, const Tensor& out, float value);
+void fill(Stream& stream, const Tensor& out, float value);  // out: F
+// to = from, rounded where `to` is narrower. Any of fp32, bf16, fp16 on either side, equal shape, memory
+// apart.
+void cast(Stream& stream, const Tensor& from, const Tensor& to);
 // Any dtype; equal dtype and shape.
 void copy(Stream& stream, const Tensor& from, const Tensor& to);
 // `from` / `to` point to tensor.size_bytes() bytes of host memory that must stay alive and
@@ -30,12 +38,14 @@ void copy_to_host(Stream& stream, const Tensor& from, void* to);
 
 // ---- GEMM -------------------------------------------------------------------------------------
 // c[m,n] = (accumulate ? c : 0) + a[m,k] x b[k,n], then + bias[n] where defined. a and b may be
-// transposed views (one stride is 1). One chain of fused multiply-adds over ascending k per
-// element of c: splitting m, n or (with accumulate) k changes no bit.
+// transposed views (one stride is 1). One fp32 chain of fused multiply-adds over ascending k per
+// element of c: splitting m, n or (with accumulate) k changes no bit. a, b, c and bias may each be
+// fp32, bf16 or fp16; a narrow c is rounded once, at the end, and cannot be accumulated into.
 void gemm(Stream& stream, const Tensor& a, const Tensor& b, const Tensor& c, bool accumulate,
           const Tensor& bias = {});
 
 // ---- element-wise -----------------------------------------------------------------------------
+// All F.
 void add(Stream& stream, const Tensor& x, const Tensor& y, const Tensor& out);  // out may be x or y
 // GELU, tanh form (Hendrycks & Gimpel 2016).
 void gelu_forward(Stream& stream, const Tensor& x, const Tensor& y);
@@ -48,11 +58,11 @@ void dropout(Stream& stream, const Tensor& x, const Tensor& y, float p, const Ra
 void fill_normal(Stream& stream, const Tensor& out, float std, const RandomKey& key, int64_t first_element);
 
 // ---- sums over rows ---------------------------------------------------------------------------
-// out[cols]: chain over rows of x[rows, cols].
+// out[cols]: chain over rows of x[rows, cols] (F).
 void accumulate_rows(Stream& stream, const Tensor& x, const Tensor& out);
 
 // ---- LayerNorm (Ba et al. 2016) -----------------------------------------------------------------
-// x, y: [rows, cols]; gamma, beta: [cols]; mean, rstd: [rows]. y may be x; dx may be dy or x.
+// x, y, dx, dy: F [rows, cols]; gamma, beta: P [cols]; mean, rstd: [rows]. y may be x; dx may be dy or x.
 void layer_norm_forward(Stream& stream, const Tensor& x, const Tensor& gamma, const Tensor& beta, float eps,
                         const Tensor& y, const Tensor& mean, const Tensor& rstd);
 void layer_norm_backward_input(Stream& stream, const Tensor& dy, const Tensor& x, const Tensor& gamma,
@@ -62,7 +72,7 @@ void layer_norm_backward_weight(Stream& stream, const Tensor& dy, const Tensor& 
                                 const Tensor& rstd, const Tensor& dgamma, const Tensor& dbeta);
 
 // ---- causal multi-head attention ----------------------------------------------------------------
-// qkv: [batch, seq, 3, heads, head_dim]; out: [batch, seq, heads, head_dim]; log_sum_exp:
+// qkv: F [batch, seq, 3, heads, head_dim]; out: F [batch, seq, heads, head_dim]; log_sum_exp:
 // [batch, heads, seq]. Blocked online softmax (Milakov & Gimelshein 2018; Dao et al. 2022): no
 // seq x seq matrix is stored. Scale 1/sqrt(head_dim). A sample's bits depend on that sample alone.
 void attention_forward(Stream& stream, const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp);
@@ -70,18 +80,19 @@ void attention_backward(Stream& stream, const Tensor& qkv, const Tensor& out, co
                         const Tensor& dout, const Tensor& dqkv);
 
 // ---- embedding ----------------------------------------------------------------------------------
-// out[batch, seq, cols] = token_table[tokens] + position_table[0..seq). tokens: int32 [batch, seq],
+// out[batch, seq, cols] = token_table[tokens] + position_table[0..seq), all F. tokens: int32 [batch, seq],
 // each in [0, token_table rows): checked when the operation runs, before anything is written.
 void embedding_forward(Stream& stream, const Tensor& tokens, const Tensor& token_table,
                        const Tensor& position_table, const Tensor& out);
-// Adds to both gradients, token after token in ascending order.
+// Adds dout (F) to both gradients, token after token in ascending order.
 void embedding_backward(Stream& stream, const Tensor& tokens, const Tensor& dout, const Tensor& token_grad,
                         const Tensor& position_grad);
 
 // ---- cross-entropy ------------------------------------------------------------------------------
 inline constexpr int32_t kIgnoreIndex = -100;
 // loss[rows] = log_sum_exp(logits) - logits[target], 0 where target is kIgnoreIndex.
-// logits: [rows, vocab]; targets: int32 [rows], checked when the operation runs, before anything is written.
+// logits: F [rows, vocab]; targets: int32 [rows], checked when the operation runs, before anything is
+// written.
 void cross_entropy_forward(Stream& stream, const Tensor& logits, const Tensor& targets, const Tensor& loss,
                            const Tensor& log_sum_exp);
 // Turns logits into d(loss)/d(logits) * scale in place; rows with kIgnoreIndex become 0.

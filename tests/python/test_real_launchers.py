@@ -319,6 +319,20 @@ def test_the_batch_script_of_slurm(slurm, training, expected):
     assert "1 rank" in output
 
 
+def test_the_scaling_benchmark_of_slurm(slurm, tmp_path):
+    """The launch file: table in the output, turns and summary as JSON lines, a picture."""
+    tiny = ("--layers=1", "--hidden=16", "--heads=2", "--vocab=31", "--seq-len=8", "--repeats=2")
+    batch = ("-N1", "--ntasks-per-node=2", "--cpus-per-task=1", f"--chdir={tmp_path}")
+    done, output = slurm.sbatch(*batch, LAUNCH / "scaling.sbatch", *tiny, PYTHON=sys.executable)
+    assert done, output
+    assert "Slurm: 2 ranks" in output
+    (lines,) = tmp_path.glob("scaling-*.jsonl")
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [row["size"] for row in rows if row["record"] == "summary"] == [1, 2]
+    (picture,) = tmp_path.glob("scaling-*.svg")
+    assert "</svg>" in picture.read_text()
+
+
 def test_mpirun_inside_an_allocation_of_slurm(slurm, training, expected):
     need(OPEN_MPI)
     command = f"{OPEN_MPI} -n 2 {sys.executable} {training.script}"

@@ -6,15 +6,17 @@
 
 namespace polyreme {
 
-void StreamPoint::reach() {
+void StreamPoint::reach(std::exception_ptr error) {
   const std::lock_guard lock(mutex_);
   reached_ = true;
+  error_ = std::move(error);
   changed_.notify_all();
 }
 
-void StreamPoint::await() {
+std::exception_ptr StreamPoint::await() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return reached_; });
+  return error_;
 }
 
 BackgroundStream::BackgroundStream(Device& device, uint32_t id, Isa isa)
@@ -45,11 +47,15 @@ void BackgroundStream::enqueue(const OpInfo& info, std::vector<Access> accesses,
 void BackgroundStream::record(Event& event) {
   auto point = std::make_shared<StreamPoint>();
   as_event(event).point = point;
-  push({.run = [point] { point->reach(); }, .is_point = true});
+  push({.point = point});
 }
 
 void BackgroundStream::wait(Event& event) {
-  if (const auto point = as_event(event).point) push({.run = [point] { point->await(); }});
+  const PointEvent& awaited = as_event(event);
+  if (!awaited.point && !awaited.error) return;
+  push({.run = [awaited] {
+    if (const std::exception_ptr error = awaited.await()) std::rethrow_exception(error);
+  }});
 }
 
 bool BackgroundStream::is_idle() {
@@ -72,12 +78,14 @@ void BackgroundStream::work() {
       Task task = std::move(tasks_.front());
       tasks_.pop_front();
       // Who waits for a point may go on before this thread does, and must find the stream idle then.
-      running_ = !task.is_point;
-      const bool skipped = !task.is_point && (error_ || ending_);
+      running_ = !task.point;
+      const bool skipped = !task.point && (error_ || ending_);
+      const std::exception_ptr earlier = error_;
       lock.unlock();
       std::exception_ptr error;
       try {
-        if (!skipped) task.run();
+        if (task.point) task.point->reach(earlier);
+        if (!task.point && !skipped) task.run();
       } catch (...) {
         error = std::current_exception();
       }

@@ -15,25 +15,31 @@ namespace polyreme {
 // A point of a background stream, reached once. Thread-safe.
 class StreamPoint {
  public:
-  void reach();
-  void await();
+  // `error`: of the stream up to here, or null.
+  void reach(std::exception_ptr error);
+  // Returns that error.
+  std::exception_ptr await();
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
   bool reached_ = false;
+  std::exception_ptr error_;
 };
 
 // An event of the immediate device.
 struct PointEvent final : Event {
   std::shared_ptr<StreamPoint> point;  // null: never recorded, or where nothing was pending
-  void synchronize() override {
-    if (point) point->await();
-  }
+  std::exception_ptr error;            // of the stream where nothing was pending
+  void synchronize() override { await(); }
+  // Returns the error that the stream had at the point, or null.
+  std::exception_ptr await() const { return point ? point->await() : error; }
 };
 inline PointEvent& as_event(Event& event) { return static_cast<PointEvent&>(event); }
 
-// A stream of the immediate device with a thread of its own.
+// A stream of the immediate device with a thread of its own. On every CPU stream an error follows events:
+// what a stream has after a wait for a point behind a failed operation does not run, and it has that error
+// too.
 class BackgroundStream final : public CpuStream {
  public:
   BackgroundStream(Device& device, uint32_t id, Isa isa);
@@ -50,8 +56,8 @@ class BackgroundStream final : public CpuStream {
  private:
   struct Task {
     std::function<void()> run;
-    std::vector<Access> accesses;  // keeps the buffers
-    bool is_point = false;         // reached whatever went wrong before
+    std::vector<Access> accesses;        // keeps the buffers
+    std::shared_ptr<StreamPoint> point;  // instead of `run`: reached whatever went wrong before
   };
   void push(Task task);
   void work();

@@ -29,8 +29,14 @@ class ImmediateStream final : public CpuStream {
   ImmediateStream(ImmediateDevice& device, uint32_t id) : device_(device), id_(id) {}
   Device& device() const override;
   void enqueue(const OpInfo& info, std::vector<Access> accesses, CpuFunction function) override;
-  void record(Event& event) override { as_event(event).point = nullptr; }  // everything has run
-  void wait(Event& event) override { event.synchronize(); }
+  void record(Event& event) override {  // everything has run
+    as_event(event).point = nullptr;
+    as_event(event).error = error_;
+  }
+  void wait(Event& event) override {
+    const std::exception_ptr error = as_event(event).await();
+    if (!error_) error_ = error;
+  }
   bool is_idle() override { return true; }
   void synchronize() override {
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));

@@ -124,6 +124,8 @@ class DeferredStream final : public CpuStream {
   bool runnable() const;
   void run_front();
   uint64_t executed() const { return executed_; }
+  // The error of its first `sequence` tasks, or null.
+  std::exception_ptr error_at(uint64_t sequence) const { return failed_at_ <= sequence ? error_ : nullptr; }
   const char* name() const { return name_; }
 
  private:
@@ -137,6 +139,7 @@ class DeferredStream final : public CpuStream {
   uint64_t executed_ = 0;
   Clock clock_;
   std::exception_ptr error_;
+  uint64_t failed_at_ = 0;  // the task that set error_
 };
 
 class DeferredDevice final : public Device {
@@ -164,6 +167,10 @@ class DeferredDevice final : public Device {
   // Whether the point was reached. A stream that is gone has reached all of its points.
   bool reached(const Point& point) const {
     return !streams_[point.stream] || streams_[point.stream]->executed() >= point.sequence;
+  }
+  // The error that its stream had there, or null.
+  std::exception_ptr error_at(const Point& point) const {
+    return streams_[point.stream] ? streams_[point.stream]->error_at(point.sequence) : nullptr;
   }
   // Runs tasks in random allowed order until the point is reached.
   void run_until(const Point& point);
@@ -284,12 +291,17 @@ void DeferredStream::wait(Event& event) {
 void DeferredStream::run_front() {
   Task task = std::move(tasks_.front());
   tasks_.pop_front();
+  if (task.awaited && !error_) {
+    error_ = device_.error_at(*task.awaited);
+    failed_at_ = executed_ + 1;
+  }
   if (task.function && !error_) {
     for (const Access& access : task.accesses) guarded(access).open();
     try {
       run_recorded(task.info, id_, device_.recorder(), device_.context(), task.function);
     } catch (...) {
       error_ = std::current_exception();
+      failed_at_ = executed_ + 1;
     }
     for (const Access& access : task.accesses) guarded(access).close();
   }

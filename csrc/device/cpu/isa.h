@@ -10,7 +10,7 @@ namespace polyreme {
 enum class Isa { kAvx2, kAvx512 };
 
 const char* isa_name(Isa isa);
-// The levels that this CPU can run, lowest first. Empty without AVX2 and FMA.
+// The levels that this CPU can run, lowest first. Empty without AVX2, FMA and F16C.
 std::vector<Isa> supported_isas();
 // "auto" is the highest supported one. Throws InvalidArgument for an unknown name, NotAvailable
 // for a level that this CPU lacks.

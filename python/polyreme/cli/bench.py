@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import UsageError
+from . import UsageError, bench_scaling
+
+if TYPE_CHECKING:
+    from polyreme.models import GPT
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,7 +31,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     comm.add_argument("--against", default="", metavar="LIST", help="gloo (through PyTorch), mpi (Open MPI)")
     comm.add_argument("--json", action="store_true", help="print the result as JSON")
-    for each in (gemm, step):
+    scaling = bench_scaling.add_parser(kinds)
+    for each in (gemm, step, scaling):
         size = each.add_argument_group("model")
         for name, default in (
             ("layers", 6),
@@ -64,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     from polyreme.errors import InvalidArgument
 
     try:
+        if args.kind == "scaling":
+            return bench_scaling.run(args, _gpt(args))
         result, lines = _comm(args) if args.kind == "comm" else _model(args)
     except InvalidArgument as error:  # of what the command line says
         raise UsageError(str(error)) from error
@@ -73,6 +79,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
+
+
+def _gpt(args: argparse.Namespace) -> GPT:
+    from polyreme.models import GPT
+
+    return GPT(
+        layers=args.layers, hidden=args.hidden, heads=args.heads, vocab=args.vocab, seq_len=args.seq_len
+    )
 
 
 def _comm(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -89,11 +103,8 @@ def _comm(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def _model(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from polyreme.bench.gemm import bench_gemm, render_gemm
     from polyreme.bench.step import bench_step, render_step
-    from polyreme.models import GPT
 
-    model = GPT(
-        layers=args.layers, hidden=args.hidden, heads=args.heads, vocab=args.vocab, seq_len=args.seq_len
-    )
+    model = _gpt(args)
     against = _names(args.against)
     if args.kind == "gemm":
         result = bench_gemm(

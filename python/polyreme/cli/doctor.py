@@ -39,7 +39,7 @@ def examine() -> dict[str, Any]:
             "usable": bool(isas),
             "text": f"levels {', '.join(isas)}; fp32 bits are equal on both"
             if isas
-            else "needs AVX2 and FMA",
+            else "needs AVX2, FMA and F16C",
         },
         "cuda": {
             "usable": False,
@@ -119,6 +119,6 @@ def render(report: dict[str, Any]) -> list[str]:
         lines += [f"  {row['backend']}: {row['equal']}", f"    seen: {row['seen']}"]
     if not report["can_train"]:
         lines.append(
-            "This machine cannot train: its CPU lacks AVX2 and FMA. Use an x86-64 CPU of 2013 or later."
+            "This machine cannot train: its CPU lacks AVX2, FMA or F16C. Use an x86-64 CPU of 2013 or later."
         )
     return lines

@@ -232,11 +232,12 @@ TEST(LocalFault, ASkippedCollectiveDoesNotLetLaterOnesPass) {
     if (comm.rank() == 1)
       as_cpu(*stream).enqueue({"broken"}, {}, [](const CpuContext&) { throw std::runtime_error("boom"); });
     comm.all_reduce(data, ReduceOp::kSum, *stream);  // never runs on rank 1
-    comm.all_reduce(data, ReduceOp::kSum, *other);
+    comm.all_reduce(data, ReduceOp::kSum, *other);  // waits for it, and gets its error
     other->synchronize();
     stream->synchronize();
   });
-  for (const std::string& outcome : outcomes) expect_text(outcome, "PeerLost", {"rank 1 (host"});
+  EXPECT_EQ(outcomes[1], "exception: boom");
+  expect_text(outcomes[0], "PeerLost", {"rank 1 (host"});
 }
 
 TEST(LocalFault, PendingCollectivesOfARankThatEndsAreMissedAtOnce) {

@@ -283,6 +283,30 @@ TEST_P(BothExecutors, TheFirstErrorSticksUntilItWasSeen) {
   EXPECT_EQ(later, 11);
 }
 
+TEST_P(BothExecutors, AnErrorFollowsEvents) {
+  for (const StreamKind from : {StreamKind::kCompute, StreamKind::kBackground})
+    for (const StreamKind to : {StreamKind::kCompute, StreamKind::kBackground}) {
+      const auto bad = device_->create_stream("bad", from), waiting = device_->create_stream("waiting", to);
+      const auto before = device_->create_event(), after = device_->create_event();
+      int ran = 0;
+      const auto enqueue = [&](int value) {
+        as_cpu(*waiting).enqueue({"op"}, {}, [&ran, value](const CpuContext&) { ran += value; });
+      };
+      bad->record(*before);
+      as_cpu(*bad).enqueue({"bad"}, {}, [](const CpuContext&) { throw InvalidArgument("the cause"); });
+      bad->record(*after);
+      waiting->wait(*before);
+      enqueue(1);
+      waiting->wait(*after);
+      enqueue(10);
+      for (Stream* stream : {waiting.get(), bad.get()}) EXPECT_THROW(stream->synchronize(), InvalidArgument);
+      EXPECT_EQ(ran, 1);
+      enqueue(100);
+      waiting->synchronize();
+      EXPECT_EQ(ran, 101);
+    }
+}
+
 TEST_P(BothExecutors, BuffersMayBeFreedWhileInUse) {
   const int64_t before = device_->memory().in_use_bytes;
   auto result = device_->allocate(kBytes, "result");

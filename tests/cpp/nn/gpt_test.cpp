@@ -73,6 +73,7 @@ LayerCase gpt_case(const GptConfig& config, int64_t seq) {
                                      static_cast<uint32_t>(100 + c.params.size()), 0.3f));
     if (spec.init.kind == ParamInit::Kind::kOnes)
       for (float& value : c.params.back()) value += 1.0f;
+    c.params.back() = rounded(spec.dtype, c.params.back());
   }
   c.reference = [config](const LayerCase& self, const Values&, const std::vector<Values>& params) {
     return gpt_reference(config, self, params);
@@ -100,6 +101,42 @@ TEST_P(Gpt, NoCutShowsAndNorDoesRecompute) {
   expect_no_cut_shows(recompute);
   Rig rig;
   expect_same_bits(run_layer(rig, recompute, {4}).joined(), run_layer(rig, plain, {4}).joined());
+}
+
+// Every way to store: {dtype, norms, logits}.
+const std::vector<std::vector<DType>> kNarrow = {{DType::kBF16, DType::kBF16, DType::kBF16},
+                                                 {DType::kF16, DType::kF16, DType::kF16},
+                                                 {DType::kBF16, DType::kF32, DType::kF32}};
+
+GptConfig narrow_config(const std::vector<DType>& dtypes, bool tied) {
+  GptConfig config = tiny_config();
+  config.tied = tied;
+  config.dtype = dtypes[0];
+  config.norm_dtype = dtypes[1];
+  config.logits_dtype = dtypes[2];
+  return config;
+}
+
+TEST_P(Gpt, NarrowMatchesFloat64) {
+  for (const std::vector<DType>& dtypes : kNarrow) {
+    // Weights are those of the reference; what rounds is each activation once, by at most half a place: 2^-8
+    // or 2^-11 of it. A path through the model and back has about 50 of them, which add up like a random
+    // walk; measured over all parameters: at most 11 such roundings.
+    const double rounding = dtypes[0] == DType::kBF16 ? 0x1p-8 : 0x1p-11;
+    expect_matches_reference(gpt_case(narrow_config(dtypes, GetParam()), 5), 16 * rounding);
+  }
+}
+
+TEST_P(Gpt, NarrowHasTrueCostsAndNoCutShows) {
+  for (const std::vector<DType>& dtypes : kNarrow) {
+    for (const bool recompute : {false, true}) {
+      GptConfig config = narrow_config(dtypes, GetParam());
+      config.recompute = recompute;
+      const LayerCase c = gpt_case(config, 6);
+      expect_cost_is_true(c);
+      expect_no_cut_shows(c);
+    }
+  }
 }
 
 TEST_P(Gpt, CostIsTrue) {

@@ -51,7 +51,7 @@ class TestParams final : public ParamStorage {
   TestParams(Rig& rig, const LayerCase& c, uint32_t grad_seed) {
     for (size_t i = 0; i < c.params.size(); ++i) {
       const Shape& shape = c.registry.specs()[i].shape;
-      weights_.push_back(rig.upload(shape, c.params[i]));
+      weights_.push_back(rig.upload(c.registry.specs()[i].dtype, shape, c.params[i]));
       for (int use = 0; use < c.registry.num_uses(static_cast<int>(i)); ++use) {
         std::vector<float> start(c.params[i].size(), 0.0f);
         if (grad_seed != 0)

@@ -82,7 +82,7 @@ TEST(GemmOp, RejectsBadArgumentsAndWritesNothing) {
                     "a[m,k] x b[k,n] = c[m,n], got a float32[3, 4]");
   EXPECT_THROW_WITH(gemm(s, a, b, c.view({2, 3}), false), InvalidArgument, "c float32[2, 3]");
   EXPECT_THROW_WITH(gemm(s, a.view({12}), b, c, false), InvalidArgument,
-                    "gemm: a: expected a float32 matrix");
+                    "gemm: a: expected a float32, bfloat16 or float16 matrix");
   EXPECT_THROW_WITH(gemm(s, a, Tensor(), c, false), InvalidArgument, "gemm: b:");
   EXPECT_THROW_WITH(gemm(s, a, b, c, false, rig.upload({1.0f})), InvalidArgument,
                     "gemm: bias: expected contiguous float32[2]");

@@ -70,6 +70,9 @@ class GemmTest : public ::testing::TestWithParam<std::string> {
 INSTANTIATE_TEST_SUITE_P(Levels, GemmTest, ::testing::Values("avx2", "avx512"),
                          [](const auto& param_info) { return param_info.param; });
 
+const float* floats(const void* p) { return static_cast<const float*>(p); }
+float* floats(void* p) { return static_cast<float*>(p); }
+
 uint32_t bits_of(float x) {
   uint32_t u;
   std::memcpy(&u, &x, 4);
@@ -110,8 +113,12 @@ struct Problem {
   float& at(std::vector<float>& v, int64_t i, int64_t j) const {
     return v[static_cast<size_t>(i * args.c_row_stride + j)];
   }
-  float a_at(int64_t i, int64_t p) const { return args.a[i * args.a_row_stride + p * args.a_col_stride]; }
-  float b_at(int64_t p, int64_t j) const { return args.b[p * args.b_row_stride + j * args.b_col_stride]; }
+  float a_at(int64_t i, int64_t p) const {
+    return floats(args.a)[i * args.a_row_stride + p * args.a_col_stride];
+  }
+  float b_at(int64_t p, int64_t j) const {
+    return floats(args.b)[p * args.b_row_stride + j * args.b_col_stride];
+  }
 
   float chain(int64_t i, int64_t j) const {
     float acc = args.accumulate ? c[static_cast<size_t>(i * args.c_row_stride + j)] : 0.0f;
@@ -245,8 +252,8 @@ TEST_P(GemmTest, CuttingRowsColumnsOrSumsChangesNothing) {
         next = std::min(p.args.m, i + random_size(rng, p.args.m));
         GemmArgs part = g;
         part.m = next - i;
-        part.a += i * g.a_row_stride;
-        part.c += i * g.c_row_stride;
+        part.a = floats(part.a) + i * g.a_row_stride;
+        part.c = floats(part.c) + i * g.c_row_stride;
         level_.gemm(part, pool);
       }
     });
@@ -256,8 +263,8 @@ TEST_P(GemmTest, CuttingRowsColumnsOrSumsChangesNothing) {
         next = std::min(p.args.n, j + random_size(rng, p.args.n));
         GemmArgs part = g;
         part.n = next - j;
-        part.b += j * g.b_col_stride;
-        part.c += j;
+        part.b = floats(part.b) + j * g.b_col_stride;
+        part.c = floats(part.c) + j;
         if (g.bias != nullptr) part.bias += j;
         level_.gemm(part, pool);
       }
@@ -268,8 +275,8 @@ TEST_P(GemmTest, CuttingRowsColumnsOrSumsChangesNothing) {
         next = std::min(p.args.k, q + random_size(rng, p.args.k));
         GemmArgs part = g;
         part.k = next - q;
-        part.a += q * g.a_col_stride;
-        part.b += q * g.b_row_stride;
+        part.a = floats(part.a) + q * g.a_col_stride;
+        part.b = floats(part.b) + q * g.b_row_stride;
         part.accumulate = g.accumulate || q > 0;
         if (next < p.args.k) part.bias = nullptr;
         level_.gemm(part, pool);
@@ -408,7 +415,7 @@ TEST_P(GemmTest, SerialEntryAndPackedOperandsGiveTheSameBits) {
     const Problem p = random_problem(rng, round < 8 ? 700 : 130);
     const GemmArgs& s = p.args;
     const std::vector<float> whole = p.run([&](GemmArgs& g) { level_.gemm(g, pool); });
-    const Aligned scratch = aligned(level_.scratch_bytes(s.m, s.n, s.k));
+    const Aligned scratch = aligned(level_.scratch_bytes(s.m, s.n, s.k, Element::kF32));
     expect_same(p.run([&](GemmArgs& g) { level_.gemm_serial(g, scratch.get()); }), whole, p, "serial");
     const Aligned packed_a = aligned(level_.packed_a_bytes(s.m, s.k));
     const Aligned packed_b = aligned(level_.packed_b_bytes(s.k, s.n));
@@ -424,7 +431,7 @@ TEST_P(GemmTest, SerialEntryAndPackedOperandsGiveTheSameBits) {
           GemmArgs part = g;
           part.m = std::min(step_m, s.m - i);
           part.n = std::min(step_n, s.n - j);
-          part.c += i * g.c_row_stride + j;
+          part.c = floats(part.c) + i * g.c_row_stride + j;
           if (g.bias != nullptr) part.bias += j;
           level_.gemm_packed(part, packed_a.get() + i * s.k, packed_b.get() + s.k * j);
         }
@@ -442,7 +449,7 @@ TEST_P(GemmTest, AProductIsAPackedOperandOfTheNext) {
   for (int64_t n : {width, width - 5}) {
     const Problem inner(rng, m, n, k, false, true, false, false);
     const Problem outer(rng, 50, n, m, false, false, false, false);
-    const Aligned scratch = aligned(level_.scratch_bytes(200, 200, 200));
+    const Aligned scratch = aligned(level_.scratch_bytes(200, 200, 200, Element::kF32));
     std::vector<float> panel(static_cast<size_t>(m * width), kNan);
     GemmArgs g = inner.args;
     g.c = panel.data();

@@ -42,8 +42,22 @@ class Rig {
     return upload({static_cast<int64_t>(values.size())}, values);
   }
 
+  // Values that are rounded to `dtype`.
+  Tensor upload(DType dtype, const Shape& shape, const std::vector<float>& values) {
+    const Tensor wide = upload(shape, values);
+    return dtype == DType::kF32 ? wide : cast_to(dtype, wide);
+  }
+  Tensor cast_to(DType dtype, const Tensor& from) {
+    const Tensor to = empty(*device_, dtype, from.shape(), "cast");
+    cast(*stream_, from, to);
+    return to;
+  }
+
+  // As floats, elements of 16 bits are widened.
   template <typename T = float>
   std::vector<T> download(const Tensor& tensor) {
+    if (std::is_same_v<T, float> && dtype_size(tensor.dtype()) == 2)
+      return download<T>(cast_to(DType::kF32, tensor));
     std::vector<T> values(static_cast<size_t>(tensor.numel()));
     copy_to_host(*stream_, tensor, values.data());
     stream_->synchronize();
@@ -63,6 +77,12 @@ inline std::vector<float> random_floats(size_t count, uint32_t seed, float scale
   std::vector<float> values(count);
   for (float& value : values) value = normal(generator);
   return values;
+}
+
+// Rounded to `dtype` and widened again.
+inline std::vector<float> rounded(DType dtype, const std::vector<float>& values) {
+  Rig rig;
+  return rig.download(rig.upload(dtype, {static_cast<int64_t>(values.size())}, values));
 }
 
 // Bits of a number, with one pattern for every NaN (payloads are not part of any contract).

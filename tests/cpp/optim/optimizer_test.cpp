@@ -13,16 +13,23 @@ namespace {
 // Parameters of given shapes in flat buffers with an optimizer.
 struct Flat {
   Rig rig{CpuDeviceOptions{.executor = CpuExecutor::kDeferred}};
-  FlatLayout layout;
+  ShardMap map;
   Tensor weights, grads;
   std::unique_ptr<Optimizer> optimizer;
 
-  Flat(const std::vector<Shape>& shapes, const OptimizerOptions& options) : layout(specs_of(shapes)) {
-    weights = rig.empty_f32({layout.num_elements()});
-    grads = rig.empty_f32({layout.num_elements()});
+  Flat(const std::vector<Shape>& shapes, const OptimizerOptions& options) : map(map_of(shapes, 1)) {
+    weights = rig.empty_f32({map.num_elements()});
+    grads = rig.empty_f32({map.num_elements()});
     fill(rig.stream(), weights, 0.0f);
     fill(rig.stream(), grads, 0.0f);
-    optimizer = make_optimizer(rig.stream(), layout, layout.shard(0), options);
+    optimizer = make_optimizer(rig.stream(), map, 0, options);
+  }
+
+  // All parameters in one unit, unless a unit is to end after `bucket_bytes`.
+  static ShardMap map_of(const std::vector<Shape>& shapes, int64_t num_shards,
+                         const UnitOptions& options = {}) {
+    const std::vector<ParamSpec> specs = specs_of(shapes);
+    return {specs, make_units(specs, {}, options), num_shards};
   }
 
   static std::vector<ParamSpec> specs_of(const std::vector<Shape>& shapes) {
@@ -32,12 +39,14 @@ struct Flat {
     return specs;
   }
   void set(const Tensor& flat, size_t param, const std::vector<float>& values) {
-    copy_from_host(rig.stream(), values.data(), layout.view(flat, param));
+    copy_from_host(rig.stream(), values.data(), map.view(flat, static_cast<int>(param)));
     rig.synchronize();
   }
-  std::vector<float> get(const Tensor& flat, size_t param) { return rig.download(layout.view(flat, param)); }
+  std::vector<float> get(const Tensor& flat, size_t param) {
+    return rig.download(map.view(flat, static_cast<int>(param)));
+  }
   void step(double lr, int64_t number, float scale = 1.0f) {
-    optimizer->step(rig.stream(), weights, grads, rig.upload({scale}), lr, number);
+    optimizer->step(rig.stream(), {&weights, 1}, {&grads, 1}, rig.upload({scale}), lr, number);
   }
   Tensor state(const std::string& name) const {
     for (const auto& [key, tensor] : optimizer->state())
@@ -48,11 +57,11 @@ struct Flat {
   void expect_zero_gaps(const Tensor& flat, const std::string& what) {
     const std::vector<float> values = rig.download(flat);
     int64_t begin = 0;
-    for (size_t i = 0; i <= layout.size(); ++i) {
-      const int64_t end = i < layout.size() ? layout.offset(i) : layout.num_elements();
+    for (int i = 0; i <= map.num_params(); ++i) {
+      const int64_t end = i < map.num_params() ? map.offset_in_unit(i) : map.num_elements();
       for (int64_t e = begin; e < end; ++e)
         ASSERT_EQ(bits_of(values[static_cast<size_t>(e)]), 0u) << what << " element " << e;
-      if (i < layout.size()) begin = end + layout.view(flat, i).numel();
+      if (i < map.num_params()) begin = end + map.shape_of(i).numel();
     }
   }
 };
@@ -187,7 +196,7 @@ TEST(Optimizer, RunsOfOneDecayAreOneLaunch) {
   }
   const Tensor scale = flat.rig.upload({0.5f});
   flat.rig.device().recorder().enable(true);
-  flat.optimizer->step(flat.rig.stream(), flat.weights, flat.grads, scale, 0.01, 1);
+  flat.optimizer->step(flat.rig.stream(), {&flat.weights, 1}, {&flat.grads, 1}, scale, 0.01, 1);
   flat.rig.synchronize();
   flat.rig.device().recorder().enable(false);
   int launches = 0;
@@ -212,41 +221,54 @@ TEST(Optimizer, ShardsHaveTheBitsOfTheWhole) {
   for (const char* rule : {"adamw", "sgd"}) {
     const OptimizerOptions options{.rule = rule, .momentum = 0.9, .weight_decay = {0.1, 0.1, 0.0, 0.0, 0.1}};
     // The weights after three steps, by parameter.
-    const auto train = [&](int64_t num_shards) {
+    const auto train = [&](int64_t num_shards, int64_t bucket_bytes) {
       Rig rig({.executor = CpuExecutor::kDeferred});
-      const FlatLayout layout(Flat::specs_of(shapes), num_shards);
-      const Tensor weights = rig.empty_f32({layout.num_elements()}), grads = rig.empty_f32(weights.shape());
-      fill(rig.stream(), weights, 0.0f);
-      fill(rig.stream(), grads, 0.0f);
-      const auto set = [&](const Tensor& flat, uint32_t seed) {
-        for (size_t i = 0; i < shapes.size(); ++i) {
+      const ShardMap map = Flat::map_of(shapes, num_shards, {.bucket_bytes = bucket_bytes});
+      std::vector<Tensor> weights, grads;
+      for (int unit = 0; unit < map.num_units(); ++unit)
+        for (std::vector<Tensor>* buffers : {&weights, &grads}) {
+          buffers->push_back(rig.empty_f32({map.unit_elements(unit)}));
+          fill(rig.stream(), buffers->back(), 0.0f);
+        }
+      const auto part = [&](const std::vector<Tensor>& buffers, int param) {
+        return map.view(buffers[static_cast<size_t>(map.unit_of(param))], param);
+      };
+      const auto set = [&](const std::vector<Tensor>& buffers, uint32_t seed) {
+        for (int i = 0; i < map.num_params(); ++i) {
           const auto values =
-              random_floats(static_cast<size_t>(shapes[i].numel()), seed + static_cast<uint32_t>(i));
-          copy_from_host(rig.stream(), values.data(), layout.view(flat, i));
+              random_floats(static_cast<size_t>(map.shape_of(i).numel()), seed + static_cast<uint32_t>(i));
+          copy_from_host(rig.stream(), values.data(), part(buffers, i));
           rig.synchronize();
         }
+      };
+      const auto slices = [&](const std::vector<Tensor>& buffers, int64_t shard) {
+        std::vector<Tensor> result;
+        for (int unit = 0; unit < map.num_units(); ++unit) {
+          const FlatRange slice = map.shard_slice(unit, shard);
+          result.push_back(buffers[static_cast<size_t>(unit)].slice(0, slice.begin, slice.end));
+        }
+        return result;
       };
       set(weights, 10);
       const Tensor scale = rig.upload({0.5f});
       std::vector<std::unique_ptr<Optimizer>> optimizers;
       for (int64_t shard = 0; shard < num_shards; ++shard)
-        optimizers.push_back(make_optimizer(rig.stream(), layout, layout.shard(shard), options));
+        optimizers.push_back(make_optimizer(rig.stream(), map, shard, options));
       for (int64_t step = 1; step <= 3; ++step) {
         set(grads, static_cast<uint32_t>(100 * step));
-        for (int64_t shard = 0; shard < num_shards; ++shard) {
-          const FlatRange range = layout.shard(shard);
-          const auto part = [&](const Tensor& flat) { return flat.slice(0, range.begin, range.end); };
-          optimizers[static_cast<size_t>(shard)]->step(rig.stream(), part(weights), part(grads), scale, 0.01,
-                                                       step);
-        }
+        for (int64_t shard = 0; shard < num_shards; ++shard)
+          optimizers[static_cast<size_t>(shard)]->step(rig.stream(), slices(weights, shard),
+                                                       slices(grads, shard), scale, 0.01, step);
       }
       std::vector<float> result;
-      for (size_t i = 0; i < shapes.size(); ++i) append(result, rig.download(layout.view(weights, i)));
+      for (int i = 0; i < map.num_params(); ++i) append(result, rig.download(part(weights, i)));
       return result;
     };
-    const std::vector<float> whole = train(1);
-    for (const int64_t num_shards : {2, 3, 5, 16})
-      expect_same_bits(train(num_shards), whole, concat(rule, ", shards: ", num_shards));
+    const std::vector<float> whole = train(1, int64_t{1} << 40);
+    for (const int64_t bucket_bytes : {int64_t{1}, int64_t{6100}, int64_t{1} << 40})
+      for (const int64_t num_shards : {1, 2, 3, 5, 16})
+        expect_same_bits(train(num_shards, bucket_bytes), whole,
+                         concat(rule, ", shards: ", num_shards, ", units of ", bucket_bytes));
   }
 }
 

@@ -2,18 +2,21 @@
 
 #include <stdint.h>
 
+#include "ops/cpu/kernels/element.h"
+
 // Causal attention of one head of one sample; attention_tiles.h explains the method.
 // No inline functions here: this header is included by code of every instruction-set level.
 
 namespace polyreme::cpu {
 
-// Rows of q, k, v, dq, dk, dv are qkv_stride floats apart, rows of out and dout out_stride. No
-// alignment is needed. Each row holds head_dim floats, there are seq rows; log_sum_exp holds seq.
+// Rows of q, k, v, dq, dk, dv are qkv_stride elements apart, rows of out and dout out_stride. No
+// alignment is needed. Each row holds head_dim elements, there are seq rows; log_sum_exp holds seq.
 struct AttentionForwardHead {
-  const float* q;
-  const float* k;
-  const float* v;
-  float* out;
+  Element type;  // of q, k, v and out
+  const void* q;
+  const void* k;
+  const void* v;
+  void* out;
   float* log_sum_exp;
   int64_t qkv_stride;
   int64_t out_stride;
@@ -22,15 +25,16 @@ struct AttentionForwardHead {
   float scale;  // of the scores: 1 / sqrt(head_dim)
 };
 struct AttentionBackwardHead {
-  const float* q;
-  const float* k;
-  const float* v;
-  const float* out;
+  Element type;  // of all but log_sum_exp
+  const void* q;
+  const void* k;
+  const void* v;
+  const void* out;
   const float* log_sum_exp;
-  const float* dout;
-  float* dq;
-  float* dk;
-  float* dv;
+  const void* dout;
+  void* dq;
+  void* dk;
+  void* dv;
   int64_t qkv_stride;
   int64_t out_stride;
   int64_t seq;

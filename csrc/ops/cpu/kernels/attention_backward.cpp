@@ -59,14 +59,15 @@ void compute_score_gradients(const BackwardScratch& s, const float* k, const flo
   for_rows(num_keys, rows);
 }
 
+template <typename T>
 void backward_block(const AttentionBackwardHead& h, const BackwardScratch& s, int64_t first_query) {
   const int64_t width = padded(h.head_dim);
   const int64_t left = h.seq - first_query;
   const int num_queries = left < kBlock ? static_cast<int>(left) : kBlock;
-  const float* out = h.out + first_query * h.out_stride;
-  pack_rows(h.q + first_query * h.qkv_stride, h.qkv_stride, num_queries, kBlock, h.head_dim, s.q);
-  pack_rows(h.dout + first_query * h.out_stride, h.out_stride, num_queries, kBlock, h.head_dim, s.dout);
-  pack_rows(out, h.out_stride, num_queries, kBlock, h.head_dim, s.dq);
+  const int64_t first_qkv = first_query * h.qkv_stride, first_out = first_query * h.out_stride;
+  pack_rows(static_cast<const T*>(h.q) + first_qkv, h.qkv_stride, num_queries, kBlock, h.head_dim, s.q);
+  pack_rows(static_cast<const T*>(h.dout) + first_out, h.out_stride, num_queries, kBlock, h.head_dim, s.dout);
+  pack_rows(static_cast<const T*>(h.out) + first_out, h.out_stride, num_queries, kBlock, h.head_dim, s.dq);
   transpose_block(s.q, width, s.q_columns);
   transpose_block(s.dout, width, s.dout_columns);
   for (int q = 0; q < kBlock; ++q) {
@@ -86,7 +87,7 @@ void backward_block(const AttentionBackwardHead& h, const BackwardScratch& s, in
     add_products<false>(s.dk + key * width, nullptr, num_keys, s.ds, s.q, num_queries, diagonal, width);
     add_products<true>(s.dq, nullptr, num_queries, s.ds, k, num_keys, diagonal, width);
   }
-  unpack_rows(s.dq, num_queries, h.head_dim, h.scale, h.dq + first_query * h.qkv_stride, h.qkv_stride);
+  unpack_rows(s.dq, num_queries, h.head_dim, h.scale, static_cast<T*>(h.dq) + first_qkv, h.qkv_stride);
 }
 
 }  // namespace
@@ -112,13 +113,16 @@ void attention_backward_head(const AttentionBackwardHead* head, float* scratch) 
   s.ds = s.p + kBlock * kBlock;
   s.log_sum_exp = s.ds + kBlock * kBlock;
   s.row_dot = s.log_sum_exp + kBlock;
-  pack_rows(h.k, h.qkv_stride, h.seq, h.seq, h.head_dim, s.k);
-  pack_rows(h.v, h.qkv_stride, h.seq, h.seq, h.head_dim, s.v);
   clear_floats(s.dk, h.seq * width);
   clear_floats(s.dv, h.seq * width);
-  for (int64_t query = 0; query < h.seq; query += kBlock) backward_block(h, s, query);
-  unpack_rows(s.dk, h.seq, h.head_dim, h.scale, h.dk, h.qkv_stride);
-  unpack_rows(s.dv, h.seq, h.head_dim, 1.0f, h.dv, h.qkv_stride);
+  with_element(h.type, [&](auto t) {
+    using T = decltype(t);
+    pack_rows(static_cast<const T*>(h.k), h.qkv_stride, h.seq, h.seq, h.head_dim, s.k);
+    pack_rows(static_cast<const T*>(h.v), h.qkv_stride, h.seq, h.seq, h.head_dim, s.v);
+    for (int64_t query = 0; query < h.seq; query += kBlock) backward_block<T>(h, s, query);
+    unpack_rows(s.dk, h.seq, h.head_dim, h.scale, static_cast<T*>(h.dk), h.qkv_stride);
+    unpack_rows(s.dv, h.seq, h.head_dim, 1.0f, static_cast<T*>(h.dv), h.qkv_stride);
+  });
 }
 
 }  // namespace polyreme::cpu::POLYREME_ISA

@@ -75,11 +75,13 @@ void exponentiate_scores(const ForwardScratch& s, int num_keys, float scale, con
   }
 }
 
+template <typename T>
 void forward_block(const AttentionForwardHead& h, const ForwardScratch& s, int64_t first_query) {
   const int64_t width = padded(h.head_dim);
   const int64_t left = h.seq - first_query;
   const int num_queries = left < kBlock ? static_cast<int>(left) : kBlock;
-  pack_rows(h.q + first_query * h.qkv_stride, h.qkv_stride, num_queries, kBlock, h.head_dim, s.q);
+  pack_rows(static_cast<const T*>(h.q) + first_query * h.qkv_stride, h.qkv_stride, num_queries, kBlock,
+            h.head_dim, s.q);
   transpose_block(s.q, width, s.q_columns);
   for (int v = 0; v < kVecs; ++v) {
     store_aligned(s.max_score + v * kLanes, broadcast(-__builtin_inff()));
@@ -104,7 +106,8 @@ void forward_block(const AttentionForwardHead& h, const ForwardScratch& s, int64
     float* row = s.sum_values + q * width;
     for (int64_t c = 0; c < width; c += kLanes) store_aligned(row + c, load_aligned(row + c) / sum);
   }
-  unpack_rows(s.sum_values, num_queries, h.head_dim, 1.0f, h.out + first_query * h.out_stride, h.out_stride);
+  unpack_rows(s.sum_values, num_queries, h.head_dim, 1.0f,
+              static_cast<T*>(h.out) + first_query * h.out_stride, h.out_stride);
   for (int v = 0; v * kLanes < num_queries; ++v) {
     const v16f m = load_aligned(s.max_score + v * kLanes) * broadcast(h.scale);
     const int n = num_queries - v * kLanes < kLanes ? num_queries - v * kLanes : kLanes;
@@ -131,9 +134,12 @@ void attention_forward_head(const AttentionForwardHead* head, float* scratch) {
   s.max_score = s.scores + kBlock * kBlock;
   s.sum = s.max_score + kBlock;
   s.alpha = s.sum + kBlock;
-  pack_rows(h.k, h.qkv_stride, h.seq, h.seq, h.head_dim, s.k);
-  pack_rows(h.v, h.qkv_stride, h.seq, h.seq, h.head_dim, s.v);
-  for (int64_t query = 0; query < h.seq; query += kBlock) forward_block(h, s, query);
+  with_element(h.type, [&](auto t) {
+    using T = decltype(t);
+    pack_rows(static_cast<const T*>(h.k), h.qkv_stride, h.seq, h.seq, h.head_dim, s.k);
+    pack_rows(static_cast<const T*>(h.v), h.qkv_stride, h.seq, h.seq, h.head_dim, s.v);
+    for (int64_t query = 0; query < h.seq; query += kBlock) forward_block<T>(h, s, query);
+  });
 }
 
 }  // namespace polyreme::cpu::POLYREME_ISA

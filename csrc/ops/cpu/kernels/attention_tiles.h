@@ -23,6 +23,8 @@
 // begin) at the diagonal, so that not even a NaN passes from a later token to an earlier one. A NaN score
 // makes its row NaN: max() skips it, exp() and the sums keep it.
 //
+// Storage: q, k, v, out and their gradients in any format, widened by pack_rows and rounded by unpack_rows.
+//
 // Bytes: per head, q, k, v, out and dout are read once and results written once. k and v (backward: and
 // their gradients) live in scratch memory as rows of `width` floats, head_dim rounded up to whole vectors
 // with zeros behind: rows of the tensors are pages apart and would share a few cache sets. Each block pair
@@ -173,9 +175,10 @@ void clear_floats(float* to, int64_t count) {  // count: a multiple of kLanes
   for (int64_t i = 0; i < count; i += kLanes) store_aligned(to + i, zero());
 }
 
-// Copies rows of head_dim floats to rows of `width` floats, zeros behind them and in the rows from
+// Widens rows of head_dim elements to rows of `width` floats, zeros behind them and in the rows from
 // `rows` to `padded_rows`.
-void pack_rows(const float* from, int64_t stride, int64_t rows, int64_t padded_rows, int64_t head_dim,
+template <typename T>
+void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t padded_rows, int64_t head_dim,
                float* to) {
   const int64_t width = padded(head_dim);
   for (int64_t r = 0; r < rows; ++r, from += stride, to += width) {
@@ -188,8 +191,9 @@ void pack_rows(const float* from, int64_t stride, int64_t rows, int64_t padded_r
   clear_floats(to, (padded_rows - rows) * width);
 }
 
-// Rows of head_dim floats = packed rows * factor.
-void unpack_rows(const float* from, int64_t rows, int64_t head_dim, float factor, float* to, int64_t stride) {
+// Rows of head_dim elements = packed rows * factor.
+template <typename T>
+void unpack_rows(const float* from, int64_t rows, int64_t head_dim, float factor, T* to, int64_t stride) {
   const int64_t width = padded(head_dim);
   const v16f f = broadcast(factor);
   for (int64_t r = 0; r < rows; ++r, from += width, to += stride) {

@@ -10,7 +10,8 @@ constexpr int kChains = 4;
 constexpr int64_t kBlock = 1024;
 
 // The maximum of a block, NaN passed over.
-POLYREME_INLINE float block_max(const float* x, int64_t n) {
+template <typename T>
+POLYREME_INLINE float block_max(const T* x, int64_t n) {
   const v16f lowest = broadcast(-__builtin_inff());
   v16f top[kChains] = {lowest, lowest, lowest, lowest};
   for_lanes_in_chains<kChains>(n, [&](int64_t i, auto lanes, int chain) {
@@ -20,7 +21,8 @@ POLYREME_INLINE float block_max(const float* x, int64_t n) {
 }
 
 // The sum of exp(x - shift) over a block. Meanwhile the next block comes into the cache.
-POLYREME_INLINE float block_sum_exp(const float* x, int64_t n, float shift) {
+template <typename T>
+POLYREME_INLINE float block_sum_exp(const T* x, int64_t n, float shift) {
   const v16f shifts = broadcast(shift);
   v16f sum[kChains] = {zero(), zero(), zero(), zero()};
   for_lanes_in_chains<kChains>(n, [&](int64_t i, auto lanes, int chain) {
@@ -39,7 +41,8 @@ POLYREME_INLINE float exp_lane(float x) {
 
 // log(sum(exp(x))), NaN where an element is NaN or +inf or all are -inf. The maximum and the sum
 // relative to it are carried from block to block (Milakov & Gimelshein 2018).
-POLYREME_INLINE double row_log_sum_exp(const float* x, int64_t n) {
+template <typename T>
+POLYREME_INLINE double row_log_sum_exp(const T* x, int64_t n) {
   constexpr float kLowest = -__builtin_inff();
   float top = kLowest;
   double sum = 0;
@@ -58,35 +61,45 @@ POLYREME_INLINE double row_log_sum_exp(const float* x, int64_t n) {
 
 POLYREME_INLINE bool is_target(int32_t target, int64_t vocab) { return target >= 0 && target < vocab; }
 
-}  // namespace
-
-void cross_entropy_forward(const CrossEntropyForward& args, int64_t first_row, int64_t end_row) {
+template <typename T>
+void forward_rows(const CrossEntropyForward& args, int64_t first_row, int64_t end_row) {
   for (int64_t row = first_row; row < end_row; ++row) {
-    const float* x = args.logits + row * args.vocab;
+    const T* x = static_cast<const T*>(args.logits) + row * args.vocab;
     const double log_sum_exp = row_log_sum_exp(x, args.vocab);
     args.log_sum_exp[row] = static_cast<float>(log_sum_exp);
     const int32_t target = args.targets[row];
     args.loss[row] = is_target(target, args.vocab)
-                         ? static_cast<float>(log_sum_exp - static_cast<double>(x[target]))
+                         ? static_cast<float>(log_sum_exp - static_cast<double>(widen(x[target])))
                          : 0.0f;
   }
 }
 
-void cross_entropy_backward(const CrossEntropyBackward& args, int64_t first_row, int64_t end_row) {
+template <typename T>
+void backward_rows(const CrossEntropyBackward& args, int64_t first_row, int64_t end_row) {
   const v16f scale = broadcast(args.scale);
   for (int64_t row = first_row; row < end_row; ++row) {
-    float* x = args.logits + row * args.vocab;
+    T* x = static_cast<T*>(args.logits) + row * args.vocab;
     const int32_t target = args.targets[row];
     if (!is_target(target, args.vocab)) {
       for_lanes(args.vocab, [=](int64_t i, auto lanes) { store(x + i, zero(), lanes); });
       continue;
     }
     const v16f shift = broadcast(args.log_sum_exp[row]);
-    const float target_probability = exp_lane(x[target] - args.log_sum_exp[row]);
+    const float target_probability = exp_lane(widen(x[target]) - args.log_sum_exp[row]);
     for_lanes(args.vocab,
               [=](int64_t i, auto lanes) { store(x + i, exp(load(x + i, lanes) - shift) * scale, lanes); });
-    x[target] = (target_probability - 1.0f) * args.scale;
+    narrow((target_probability - 1.0f) * args.scale, x + target);
   }
+}
+
+}  // namespace
+
+void cross_entropy_forward(const CrossEntropyForward& args, int64_t first_row, int64_t end_row) {
+  with_element(args.type, [&](auto t) { forward_rows<decltype(t)>(args, first_row, end_row); });
+}
+
+void cross_entropy_backward(const CrossEntropyBackward& args, int64_t first_row, int64_t end_row) {
+  with_element(args.type, [&](auto t) { backward_rows<decltype(t)>(args, first_row, end_row); });
 }
 
 }  // namespace polyreme::cpu::POLYREME_ISA

@@ -1,12 +1,14 @@
-// Softmax cross-entropy on contiguous rows of fp32 logits.
+// Softmax cross-entropy on contiguous rows of logits of any format; fp32 and fp64 inside.
 //
 // Forward: blocks of 1024 logits, first the maximum, then the sum of exp(logit - maximum so far) in
 // four fp32 chains of sixteen lanes and one tree; blocks are summed in double. Loss and log-sum-exp
-// are formed in double and rounded once. 4 bytes in per logit.
-// Backward: 4 bytes in, 4 out per logit.
+// are formed in double and rounded once. 1 element in per logit.
+// Backward: 1 element in, 1 out per logit.
 #pragma once
 
 #include <stdint.h>
+
+#include "ops/cpu/kernels/element.h"
 
 #define POLYREME_CROSS_ENTROPY_KERNELS(isa)                                                          \
   namespace isa {                                                                                    \
@@ -19,7 +21,8 @@ namespace polyreme::cpu {
 // A target outside [0, vocab) is "ignore": loss 0, gradient 0.
 struct CrossEntropyForward {
   int64_t vocab;
-  const float* logits;     // [rows, vocab]
+  Element type;            // of logits
+  const void* logits;      // [rows, vocab]
   const int32_t* targets;  // [rows]
   float* loss;             // [rows]; NaN where a logit is NaN or +inf, or all are -inf
   float* log_sum_exp;      // [rows]
@@ -28,7 +31,8 @@ struct CrossEntropyForward {
 // logits[r, i] becomes scale * (exp(logits[r, i] - log_sum_exp[r]) - (i == target)).
 struct CrossEntropyBackward {
   int64_t vocab;
-  float* logits;             // [rows, vocab]
+  Element type;              // of logits
+  void* logits;              // [rows, vocab]
   const int32_t* targets;    // [rows]
   const float* log_sum_exp;  // [rows]
   float scale;

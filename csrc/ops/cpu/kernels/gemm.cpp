@@ -1,4 +1,4 @@
-// fp32 matrix multiplication with one fixed chain over k per element of C; contract in gemm.h.
+// Matrix multiplication with one fixed fp32 chain over k per element of C; contract in gemm.h.
 //
 // The structure is that of Goto and van de Geijn (Anatomy of High-Performance Matrix Multiplication, ACM
 // TOMS 2008) as arranged by BLIS (Van Zee and van de Geijn, ACM TOMS 2015): operands are packed into panels,
@@ -10,12 +10,16 @@
 //   step    up to kDepth values of k
 //   block   up to kBlockRows rows of A and C; the packed A of one block and one step stays in L2
 //
-// Scratch memory is that one packed B and that one packed A, per thread.
+// Scratch memory is that one packed B and that one packed A, per thread; for a narrow C also its fp32
+// sums: those of one block, or where there are several steps, those of one slab of a round.
+//
+//   round   up to kRoundRows rows of A and of a narrow C
 #include "ops/cpu/kernels/gemm.h"
 
 #include "device/cpu/thread_pool.h"
 #include "ops/cpu/kernels/gemm_micro.h"
 #include "ops/cpu/kernels/gemm_pack.h"
+#include "ops/cpu/kernels/lanes.h"
 
 namespace polyreme::cpu::POLYREME_ISA {
 namespace {
@@ -32,6 +36,7 @@ constexpr int64_t kDepth = 384;
 constexpr int64_t kBlockRows = 28 * kTileRows;
 constexpr int64_t kSlabCols = 96 * kTileCols;
 #endif
+constexpr int64_t kRoundRows = 2048;
 constexpr int64_t kDepthUnit = 16;  // cuts of k keep whole registers for the transposing copy
 // B is read in place, not packed, for up to kDirectRows rows, and for up to kDirectShortRows where
 // the sum is so short that a column of panels stays in L2 whatever the leading dimension.
@@ -107,13 +112,15 @@ void multiply_block(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_p
 
 // k = 0: the chain is empty.
 void finish_empty_sum(const GemmArgs& g) {
-  for (int64_t i = 0; i < g.m; ++i) {
-    float* const row = g.c + i * g.c_row_stride;
-    for (int64_t j = 0; j < g.n; ++j) {
-      const float start = g.accumulate ? row[j] : 0.0f;
-      row[j] = g.bias == nullptr ? start : start + g.bias[j];
+  with_element(g.c_type, [&](auto t) {
+    for (int64_t i = 0; i < g.m; ++i) {
+      auto* const row = static_cast<decltype(t)*>(g.c) + i * g.c_row_stride;
+      for (int64_t j = 0; j < g.n; ++j) {
+        const float start = g.accumulate ? widen(row[j]) : 0.0f;
+        narrow(g.bias == nullptr ? start : start + g.bias[j], row + j);
+      }
     }
-  }
+  });
 }
 
 int64_t packed_b_floats(int64_t k, int64_t n) {
@@ -136,31 +143,63 @@ struct Cut {
   int64_t begin(int64_t part) const { return smaller(units * part / parts * unit, extent); }
 };
 
-void multiply_serial(const GemmArgs& g, float* packed_b, float* packed_a) {
+int64_t narrow_sums_floats(int64_t m, int64_t n, int64_t k) {
+  const int64_t rows = k <= kDepth ? kBlockRows : kRoundRows;
+  return smaller(m, rows) * round_up(smaller(n, kSlabCols), kAlignFloats);
+}
+
+// C [m, n] of narrow elements = rounded sums.
+void store_narrow(const float* sums, int64_t sums_stride, int64_t m, int64_t n, Element type, void* c,
+                  int64_t c_offset, int64_t c_stride) {
+  with_element(type, [=](auto t) {
+    auto* to = static_cast<decltype(t)*>(c) + c_offset;
+    for (int64_t i = 0; i < m; ++i, to += c_stride) {
+      const float* from = sums + i * sums_stride;
+      for_lanes(n, [=](int64_t j, auto lanes) { store(to + j, load(from + j, lanes), lanes); });
+    }
+  });
+}
+
+void multiply_serial(const GemmArgs& g, float* packed_b, float* packed_a, float* narrow_sums) {
   const Cut slabs(g.n, kTileCols, kSlabCols), depths(g.k, kDepthUnit, kDepth),
       blocks(g.m, kTileRows, kBlockRows);
-  const bool direct =
-      g.b_col_stride == 1 && (g.m <= kDirectRows || (g.m <= kDirectShortRows && g.k <= kDirectDepth));
+  const bool direct = g.b_type == Element::kF32 && g.b_col_stride == 1 &&
+                      (g.m <= kDirectRows || (g.m <= kDirectShortRows && g.k <= kDirectDepth));
   for (int64_t slab = 0; slab < slabs.parts; ++slab) {
     const int64_t j = slabs.begin(slab), cols = slabs.begin(slab + 1) - j;
     for (int64_t step = 0; step < depths.parts; ++step) {
       const int64_t p = depths.begin(step), depth = depths.begin(step + 1) - p;
-      const float* const b = g.b + j * g.b_col_stride + p * g.b_row_stride;
-      Panels panels = {b, kTileCols, g.b_row_stride};
+      const int64_t b_offset = j * g.b_col_stride + p * g.b_row_stride;
+      Panels panels = {static_cast<const float*>(g.b) + b_offset, kTileCols, g.b_row_stride};
       if (!direct) {
-        pack<kTileCols>(b, g.b_col_stride, g.b_row_stride, cols, depth, packed_b, depth * kTileCols);
+        pack<kTileCols>(g.b_type, g.b, b_offset, g.b_col_stride, g.b_row_stride, cols, depth, packed_b,
+                        depth * kTileCols);
         panels = {packed_b, depth * kTileCols, kTileCols};
       }
       const float* const bias = g.bias != nullptr && p + depth == g.k ? g.bias + j : nullptr;
       for (int64_t block = 0; block < blocks.parts; ++block) {
         const int64_t i = blocks.begin(block), rows = blocks.begin(block + 1) - i;
-        pack<kTileRows>(g.a + i * g.a_row_stride + p * g.a_col_stride, g.a_row_stride, g.a_col_stride, rows,
-                        depth, packed_a, depth * kTileRows);
-        multiply_block(rows, cols, depth, packed_a, depth * kTileRows, panels, g.c + i * g.c_row_stride + j,
-                       g.c_row_stride, g.accumulate || p > 0, bias);
+        pack<kTileRows>(g.a_type, g.a, i * g.a_row_stride + p * g.a_col_stride, g.a_row_stride,
+                        g.a_col_stride, rows, depth, packed_a, depth * kTileRows);
+        const int64_t c_offset = i * g.c_row_stride + j;
+        const bool is_narrow = g.c_type != Element::kF32;
+        const int64_t c_stride = is_narrow ? round_up(cols, kAlignFloats) : g.c_row_stride;
+        float* const sums = is_narrow ? narrow_sums + (depths.parts > 1 ? i * c_stride : 0)
+                                      : static_cast<float*>(g.c) + c_offset;
+        multiply_block(rows, cols, depth, packed_a, depth * kTileRows, panels, sums, c_stride,
+                       g.accumulate || p > 0, bias);
+        if (is_narrow && p + depth == g.k)
+          store_narrow(sums, c_stride, rows, cols, g.c_type, g.c, c_offset, g.c_row_stride);
       }
     }
   }
+}
+
+const void* advance(Element type, const void* p, int64_t count) {
+  return static_cast<const char*>(p) + count * (type == Element::kF32 ? 4 : 2);
+}
+void* advance(Element type, void* p, int64_t count) {
+  return static_cast<char*>(p) + count * (type == Element::kF32 ? 4 : 2);
 }
 
 // How the threads share C: a grid of row parts by column parts.
@@ -179,11 +218,11 @@ void run_part(void* context, int64_t task, int thread) {
   if (i >= g.m || j >= g.n) return;
   g.m = smaller(part.rows, g.m - i);
   g.n = smaller(part.cols, g.n - j);
-  g.a += i * g.a_row_stride;
-  g.b += j * g.b_col_stride;
-  g.c += i * g.c_row_stride + j;
+  g.a = advance(g.a_type, g.a, i * g.a_row_stride);
+  g.b = advance(g.b_type, g.b, j * g.b_col_stride);
+  g.c = advance(g.c_type, g.c, i * g.c_row_stride + j);
   if (g.bias != nullptr) g.bias += j;
-  const size_t bytes = static_cast<size_t>(gemm_f32_scratch_bytes(g.m, g.n, g.k));
+  const size_t bytes = static_cast<size_t>(gemm_f32_scratch_bytes(g.m, g.n, g.k, g.c_type));
   gemm_f32_serial(g, part.pool->scratch(thread, bytes));
 }
 
@@ -201,11 +240,11 @@ int64_t gemm_packed_b_bytes(int64_t k, int64_t n) {
 }
 
 void gemm_pack_a(const GemmArgs& g, float* packed) {
-  pack<kTileRows>(g.a, g.a_row_stride, g.a_col_stride, g.m, g.k, packed, g.k * kTileRows);
+  pack<kTileRows>(g.a_type, g.a, 0, g.a_row_stride, g.a_col_stride, g.m, g.k, packed, g.k * kTileRows);
 }
 
 void gemm_pack_b(const GemmArgs& g, float* packed) {
-  pack<kTileCols>(g.b, g.b_col_stride, g.b_row_stride, g.n, g.k, packed, g.k * kTileCols);
+  pack<kTileCols>(g.b_type, g.b, 0, g.b_col_stride, g.b_row_stride, g.n, g.k, packed, g.k * kTileCols);
 }
 
 void gemm_f32_packed(const GemmArgs& g, const float* packed_a, const float* packed_b) {
@@ -220,15 +259,16 @@ void gemm_f32_packed(const GemmArgs& g, const float* packed_a, const float* pack
       const int64_t p = depths.begin(step), depth = depths.begin(step + 1) - p;
       const Panels panels = {packed_b + p * kTileCols, g.k * kTileCols, kTileCols};
       multiply_block(rows, g.n, depth, packed_a + i * g.k + p * kTileRows, g.k * kTileRows, panels,
-                     g.c + i * g.c_row_stride, g.c_row_stride, g.accumulate || p > 0,
+                     static_cast<float*>(g.c) + i * g.c_row_stride, g.c_row_stride, g.accumulate || p > 0,
                      p + depth == g.k ? g.bias : nullptr);
     }
   }
 }
 
-int64_t gemm_f32_scratch_bytes(int64_t m, int64_t n, int64_t k) {
+int64_t gemm_f32_scratch_bytes(int64_t m, int64_t n, int64_t k, Element c_type) {
   const int64_t floats = packed_a_floats(smaller(m, kBlockRows), smaller(k, kDepth)) +
-                         packed_b_floats(smaller(k, kDepth), smaller(n, kSlabCols));
+                         packed_b_floats(smaller(k, kDepth), smaller(n, kSlabCols)) +
+                         (c_type == Element::kF32 ? 0 : narrow_sums_floats(m, n, k));
   return floats * static_cast<int64_t>(sizeof(float));
 }
 
@@ -239,7 +279,17 @@ void gemm_f32_serial(const GemmArgs& g, void* scratch) {
     return;
   }
   float* const packed_b = static_cast<float*>(scratch);
-  multiply_serial(g, packed_b, packed_b + packed_b_floats(smaller(g.k, kDepth), smaller(g.n, kSlabCols)));
+  const int64_t depth = smaller(g.k, kDepth);
+  float* const packed_a = packed_b + packed_b_floats(depth, smaller(g.n, kSlabCols));
+  float* const narrow_sums = packed_a + packed_a_floats(smaller(g.m, kBlockRows), depth);
+  GemmArgs round = g;
+  const int64_t round_rows = g.c_type == Element::kF32 ? g.m : kRoundRows;
+  for (int64_t i = 0; i < g.m; i += round_rows) {
+    round.m = smaller(round_rows, g.m - i);
+    round.a = advance(g.a_type, g.a, i * g.a_row_stride);
+    round.c = advance(g.c_type, g.c, i * g.c_row_stride);
+    multiply_serial(round, packed_b, packed_a, narrow_sums);
+  }
 }
 
 void gemm_f32(const GemmArgs& g, ThreadPool& pool) {

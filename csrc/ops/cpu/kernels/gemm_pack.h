@@ -4,18 +4,56 @@
 // An operand is seen as `count` lines (rows of A, columns of B) of `k` elements. A panel holds
 // `width` lines, k-major: element (line, k) of a panel lies at k * width + line. Panels follow each
 // other at panel_stride. Two layouts of the source occur: lines contiguous along k (a transposing
-// copy) and lines interleaved, element (line, k) at k * stride + line (a plain copy).
+// copy) and lines interleaved, element (line, k) at k * stride + line (a plain copy). Sources of 16-bit
+// elements are widened on the way: panels are always fp32.
 #pragma once
 
 #include <immintrin.h>
 #include <stdint.h>
 
 #include "ops/cpu/kernels/gemm_micro.h"
+#include "ops/cpu/kernels/vec.h"
 
 namespace polyreme::cpu::POLYREME_ISA {
 namespace {
 
 inline __attribute__((always_inline)) int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// ---- Widening loads of one register ---------------------------------------------------------------
+
+#if defined(__AVX512F__)
+inline __attribute__((always_inline)) Vec widen_bf16(__m256i x) {
+  return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, x), 16));
+}
+inline __attribute__((always_inline)) Vec widen_f16(__m256i x) { return _mm512_maskz_cvtph_ps(0xffff, x); }
+inline __attribute__((always_inline)) __m256i load_bits(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+inline __attribute__((always_inline)) __m256i load_first_bits(const void* p, int n) {
+  return _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1u), p);
+}
+#else
+inline __attribute__((always_inline)) Vec widen_bf16(__m128i x) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+}
+inline __attribute__((always_inline)) Vec widen_f16(__m128i x) { return _mm256_cvtph_ps(x); }
+inline __attribute__((always_inline)) __m128i load_bits(const void* p) {
+  return _mm_loadu_si128(static_cast<const __m128i*>(p));
+}
+inline __attribute__((always_inline)) __m128i load_first_bits(const void* p, int n) {
+  uint16_t lanes[8] = {};
+  for (int i = 0; i < n; ++i) lanes[i] = static_cast<const uint16_t*>(p)[i];
+  return load_bits(lanes);
+}
+#endif
+inline __attribute__((always_inline)) Vec vec_load(const bf16* p) { return widen_bf16(load_bits(p)); }
+inline __attribute__((always_inline)) Vec vec_load(const f16* p) { return widen_f16(load_bits(p)); }
+inline __attribute__((always_inline)) Vec vec_load_first(const bf16* p, int n) {
+  return widen_bf16(load_first_bits(p, n));
+}
+inline __attribute__((always_inline)) Vec vec_load_first(const f16* p, int n) {
+  return widen_f16(load_first_bits(p, n));
+}
 
 // ---- Square transposes in registers -------------------------------------------------------------
 
@@ -107,8 +145,8 @@ inline __attribute__((always_inline)) void store_panel_row(float* p, Vec x) {
 
 // Lines [0, lines) of one register-wide group, contiguous along k, into a panel of kPanel lines.
 // Missing lines become zeros.
-template <int kPanel>
-void pack_group_transposed(const float* src, int64_t stride, int lines, int64_t k, float* dst) {
+template <int kPanel, typename T>
+void pack_group_transposed(const T* src, int64_t stride, int lines, int64_t k, float* dst) {
   constexpr int kUsed = kPanel < kWidth ? kPanel : kWidth;
   for (int64_t p = 0; p < k; p += kWidth) {
     const int depth = static_cast<int>(smaller(k - p, kWidth));
@@ -136,8 +174,8 @@ void pack_group_transposed(const float* src, int64_t stride, int lines, int64_t 
   }
 }
 
-template <int kPanel>
-void pack_transposed(const float* src, int64_t stride, int64_t count, int64_t k, float* dst,
+template <int kPanel, typename T>
+void pack_transposed(const T* src, int64_t stride, int64_t count, int64_t k, float* dst,
                      int64_t panel_stride) {
   for (int64_t first = 0; first < count; first += kPanel) {
     for (int group = 0; group < kPanel; group += kWidth) {
@@ -150,9 +188,9 @@ void pack_transposed(const float* src, int64_t stride, int64_t count, int64_t k,
   }
 }
 
-// One row of a whole panel, kPanel contiguous floats.
-template <int kPanel>
-inline __attribute__((always_inline)) void copy_panel_row(const float* in, float* out) {
+// One row of a whole panel, kPanel contiguous elements.
+template <int kPanel, typename T>
+inline __attribute__((always_inline)) void copy_panel_row(const T* in, float* out) {
   if (kPanel % kWidth == 0) {
 #pragma GCC unroll 4
     for (int j = 0; j < kPanel; j += kWidth) vec_store(out + j, vec_load(in + j));
@@ -161,15 +199,21 @@ inline __attribute__((always_inline)) void copy_panel_row(const float* in, float
 #if defined(__AVX512F__)
   vec_store_first(out, vec_load_first(in, kPanel), kPanel);
 #else
-  _mm_storeu_ps(out, _mm_loadu_ps(in));
-  _mm_storel_pi(reinterpret_cast<__m64*>(out + 4),
-                _mm_loadl_pi(_mm_setzero_ps(), reinterpret_cast<const __m64*>(in + 4)));
+  if constexpr (sizeof(T) == sizeof(float)) {
+    _mm_storeu_ps(out, _mm_loadu_ps(in));
+    _mm_storel_pi(reinterpret_cast<__m64*>(out + 4),
+                  _mm_loadl_pi(_mm_setzero_ps(), reinterpret_cast<const __m64*>(in + 4)));
+  } else {
+    T lanes[kWidth] = {};
+    for (int i = 0; i < kPanel; ++i) lanes[i] = in[i];
+    store_panel_row<kPanel>(out, vec_load(lanes));
+  }
 #endif
 }
 
 // Element (line, k) at src[k * stride + line].
-template <int kPanel>
-void pack_interleaved(const float* src, int64_t stride, int64_t count, int64_t k, float* dst,
+template <int kPanel, typename T>
+void pack_interleaved(const T* src, int64_t stride, int64_t count, int64_t k, float* dst,
                       int64_t panel_stride) {
   // A few rows at a time across all panels: reads run along memory, writes stay in few pages.
   constexpr int64_t kRowsAtOnce = 8;
@@ -178,28 +222,38 @@ void pack_interleaved(const float* src, int64_t stride, int64_t count, int64_t k
     float* panel = dst + p * kPanel;
     int64_t first = 0;
     for (; first + kPanel <= count; first += kPanel, panel += panel_stride) {
-      const float* in = src + p * stride + first;
+      const T* in = src + p * stride + first;
       for (int64_t q = 0; q < depth; ++q) copy_panel_row<kPanel>(in + q * stride, panel + q * kPanel);
     }
     if (first < count) {
       const int lines = static_cast<int>(count - first);
-      const float* in = src + p * stride + first;
+      const T* in = src + p * stride + first;
       for (int64_t q = 0; q < depth; ++q, in += stride) {
-        for (int j = 0; j < kPanel; ++j) panel[q * kPanel + j] = j < lines ? in[j] : 0.0f;
+        for (int j = 0; j < kPanel; ++j) panel[q * kPanel + j] = j < lines ? widen(in[j]) : 0.0f;
       }
     }
   }
 }
 
-template <int kPanel>
-void pack(const float* src, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k, float* dst,
-          int64_t panel_stride) {
+template <int kPanel, typename T>
+void pack_elements(const T* src, int64_t line_stride, int64_t k_stride, int64_t count, int64_t k, float* dst,
+                   int64_t panel_stride) {
   // A single line with any k stride has interleaved form; line_stride is free when count <= 1.
   if (k_stride == 1 || k == 1) {
     pack_transposed<kPanel>(src, line_stride, count, k, dst, panel_stride);
   } else {
     pack_interleaved<kPanel>(src, k_stride, count, k, dst, panel_stride);
   }
+}
+
+// `src` is the operand's first element, `offset` elements into it the block begins.
+template <int kPanel>
+void pack(Element type, const void* src, int64_t offset, int64_t line_stride, int64_t k_stride, int64_t count,
+          int64_t k, float* dst, int64_t panel_stride) {
+  with_element(type, [=](auto t) {
+    pack_elements<kPanel>(static_cast<const decltype(t)*>(src) + offset, line_stride, k_stride, count, k, dst,
+                          panel_stride);
+  });
 }
 
 }  // namespace

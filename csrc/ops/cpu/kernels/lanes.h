@@ -11,10 +11,23 @@ struct TailLanes {
   int n;
 };
 
-POLYREME_INLINE v16f load(const float* p, FullLanes) { return load(p); }
-POLYREME_INLINE v16f load(const float* p, TailLanes tail) { return load_partial(p, tail.n); }
-POLYREME_INLINE void store(float* p, v16f a, FullLanes) { store(p, a); }
-POLYREME_INLINE void store(float* p, v16f a, TailLanes tail) { store_partial(p, a, tail.n); }
+// T: float, bf16 or f16.
+template <typename T>
+POLYREME_INLINE v16f load(const T* p, FullLanes) {
+  return load(p);
+}
+template <typename T>
+POLYREME_INLINE v16f load(const T* p, TailLanes tail) {
+  return load_partial(p, tail.n);
+}
+template <typename T>
+POLYREME_INLINE void store(T* p, v16f a, FullLanes) {
+  store(p, a);
+}
+template <typename T>
+POLYREME_INLINE void store(T* p, v16f a, TailLanes tail) {
+  store_partial(p, a, tail.n);
+}
 // Lanes that do not exist get `otherwise`.
 POLYREME_INLINE v16f keep(v16f a, v16f, FullLanes) { return a; }
 POLYREME_INLINE v16f keep(v16f a, v16f otherwise, TailLanes tail) {

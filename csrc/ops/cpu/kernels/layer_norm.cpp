@@ -11,7 +11,8 @@ struct Moments {
 
 // The corrected two-pass algorithm (Chan, Golub & LeVeque 1983): the second pass sums the deviations
 // from the first mean as well as their squares, which removes the rounding error of that mean.
-POLYREME_INLINE Moments row_moments(const float* x, int64_t n) {
+template <typename T>
+POLYREME_INLINE Moments row_moments(const T* x, int64_t n) {
   const float inverse_n = 1.0f / static_cast<float>(n);
   v16f sum[4] = {zero(), zero(), zero(), zero()};
   for_lanes_in_chains<4>(
@@ -34,8 +35,8 @@ POLYREME_INLINE Moments row_moments(const float* x, int64_t n) {
 // Rows of a chain over rows that are read side by side: the sums are loaded and stored once for all.
 constexpr int kRowsAtOnce = 4;
 
-template <int kRows>
-POLYREME_INLINE void add_rows(const float* x, int64_t stride, int64_t n, float* out) {
+template <int kRows, typename T>
+POLYREME_INLINE void add_rows(const T* x, int64_t stride, int64_t n, float* out) {
   for_lanes(n, [=](int64_t i, auto lanes) {
     v16f sum = load(out + i, lanes);
 #pragma GCC unroll 8
@@ -44,11 +45,11 @@ POLYREME_INLINE void add_rows(const float* x, int64_t stride, int64_t n, float* 
   });
 }
 
-template <int kRows>
+template <int kRows, typename T>
 POLYREME_INLINE void add_weight_rows(const LayerNormBackwardWeight& args, int64_t row, int64_t column,
                                      int64_t n) {
-  const float* dy = args.dy + row * args.cols + column;
-  const float* x = args.x + row * args.cols + column;
+  const T* dy = static_cast<const T*>(args.dy) + row * args.cols + column;
+  const T* x = static_cast<const T*>(args.x) + row * args.cols + column;
   const float* mean = args.mean + row;
   const float* rstd = args.rstd + row;
   float* dgamma = args.dgamma + column;
@@ -68,14 +69,13 @@ POLYREME_INLINE void add_weight_rows(const LayerNormBackwardWeight& args, int64_
   });
 }
 
-}  // namespace
-
-void layer_norm_forward(const LayerNormForward& args, int64_t first_row, int64_t end_row) {
+template <typename T>
+void normalize_rows(const LayerNormForward& args, int64_t first_row, int64_t end_row) {
   const float* const gamma = args.gamma;
   const float* const beta = args.beta;
   for (int64_t row = first_row; row < end_row; ++row) {
-    const float* x = args.x + row * args.cols;
-    float* y = args.y + row * args.cols;
+    const T* x = static_cast<const T*>(args.x) + row * args.cols;
+    T* y = static_cast<T*>(args.y) + row * args.cols;
     const Moments moments = row_moments(x, args.cols);
     const float row_rstd = 1.0f / __builtin_sqrtf(moments.variance + args.eps);
     args.mean[row] = moments.mean;
@@ -88,13 +88,14 @@ void layer_norm_forward(const LayerNormForward& args, int64_t first_row, int64_t
   }
 }
 
-void layer_norm_backward_input(const LayerNormBackwardInput& args, int64_t first_row, int64_t end_row) {
+template <typename T>
+void normalize_rows_backward(const LayerNormBackwardInput& args, int64_t first_row, int64_t end_row) {
   const float* const gamma = args.gamma;
   const float inverse_n = 1.0f / static_cast<float>(args.cols);
   for (int64_t row = first_row; row < end_row; ++row) {
-    const float* dy = args.dy + row * args.cols;
-    const float* x = args.x + row * args.cols;
-    float* dx = args.dx + row * args.cols;
+    const T* dy = static_cast<const T*>(args.dy) + row * args.cols;
+    const T* x = static_cast<const T*>(args.x) + row * args.cols;
+    T* dx = static_cast<T*>(args.dx) + row * args.cols;
     const v16f mean = broadcast(args.mean[row]), rstd = broadcast(args.rstd[row]);
     // Lanes that do not exist load dy = gamma = 0 and add nothing to either sum.
     v16f sum[2] = {zero(), zero()}, dot[2] = {zero(), zero()};
@@ -114,21 +115,42 @@ void layer_norm_backward_input(const LayerNormBackwardInput& args, int64_t first
   }
 }
 
-void layer_norm_backward_weight(const LayerNormBackwardWeight& args, int64_t first_column,
-                                int64_t end_column) {
+template <typename T>
+void accumulate_weights(const LayerNormBackwardWeight& args, int64_t first_column, int64_t end_column) {
   int64_t row = 0;
   for (; row + kRowsAtOnce <= args.rows; row += kRowsAtOnce)
-    add_weight_rows<kRowsAtOnce>(args, row, first_column, end_column - first_column);
-  for (; row < args.rows; ++row) add_weight_rows<1>(args, row, first_column, end_column - first_column);
+    add_weight_rows<kRowsAtOnce, T>(args, row, first_column, end_column - first_column);
+  for (; row < args.rows; ++row) add_weight_rows<1, T>(args, row, first_column, end_column - first_column);
+}
+
+template <typename T>
+void accumulate_all_rows(const AccumulateRows& args, int64_t first_column, int64_t end_column) {
+  const T* x = static_cast<const T*>(args.x) + first_column;
+  float* out = args.out + first_column;
+  const int64_t n = end_column - first_column;
+  int64_t row = 0;
+  for (; row + kRowsAtOnce <= args.rows; row += kRowsAtOnce)
+    add_rows<kRowsAtOnce>(x + row * args.cols, args.cols, n, out);
+  for (; row < args.rows; ++row) add_rows<1>(x + row * args.cols, args.cols, n, out);
+}
+
+}  // namespace
+
+void layer_norm_forward(const LayerNormForward& args, int64_t first_row, int64_t end_row) {
+  with_element(args.type, [&](auto t) { normalize_rows<decltype(t)>(args, first_row, end_row); });
+}
+
+void layer_norm_backward_input(const LayerNormBackwardInput& args, int64_t first_row, int64_t end_row) {
+  with_element(args.type, [&](auto t) { normalize_rows_backward<decltype(t)>(args, first_row, end_row); });
+}
+
+void layer_norm_backward_weight(const LayerNormBackwardWeight& args, int64_t first_column,
+                                int64_t end_column) {
+  with_element(args.type, [&](auto t) { accumulate_weights<decltype(t)>(args, first_column, end_column); });
 }
 
 void accumulate_rows(const AccumulateRows& args, int64_t first_column, int64_t end_column) {
-  const float* x = args.x + first_column;
-  float* out = args.out + first_column;
-  int64_t row = 0;
-  for (; row + kRowsAtOnce <= args.rows; row += kRowsAtOnce)
-    add_rows<kRowsAtOnce>(x + row * args.cols, args.cols, end_column - first_column, out);
-  for (; row < args.rows; ++row) add_rows<1>(x + row * args.cols, args.cols, end_column - first_column, out);
+  with_element(args.type, [&](auto t) { accumulate_all_rows<decltype(t)>(args, first_column, end_column); });
 }
 
 }  // namespace polyreme::cpu::POLYREME_ISA

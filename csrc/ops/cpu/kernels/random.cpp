@@ -89,10 +89,9 @@ POLYREME_INLINE void for_groups(uint64_t first, int64_t n, Body body) {
   }
 }
 
-}  // namespace
-
-void dropout(const float* x, float* y, int64_t n, const RandomKey& key, uint64_t first_element,
-             DropoutRule rule) {
+template <typename T>
+void dropout_all(const T* x, T* y, int64_t n, const RandomKey& key, uint64_t first_element,
+                 DropoutRule rule) {
   const v16f scale = broadcast(rule.keep_scale);
   for_groups(first_element, n, [=, &key](uint64_t block, int skip, int64_t at, int64_t count) {
     const uint64_t kept = keep_bits(key, block, rule.threshold) >> skip;
@@ -100,6 +99,16 @@ void dropout(const float* x, float* y, int64_t n, const RandomKey& key, uint64_t
       const v16f factor = select(mask_from_bits(static_cast<uint32_t>(kept >> i) & 0xffff), scale, zero());
       store(y + at + i, load(x + at + i, lanes) * factor, lanes);
     });
+  });
+}
+
+}  // namespace
+
+void dropout(Element type, const void* x, void* y, int64_t n, const RandomKey& key, uint64_t first_element,
+             DropoutRule rule) {
+  with_element(type, [=, &key](auto t) {
+    using T = decltype(t);
+    dropout_all(static_cast<const T*>(x), static_cast<T*>(y), n, key, first_element, rule);
   });
 }
 

@@ -14,6 +14,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "ops/cpu/kernels/element.h"
+
 #ifndef POLYREME_ISA
 #error "vec.h is for files that are compiled once per instruction set"
 #endif
@@ -411,16 +413,86 @@ POLYREME_INLINE float reduce_max(v16f a) {
   return s2[0] > s2[1] ? s2[0] : s2[1];
 }
 
-// ---- bf16 ---------------------------------------------------------------------------------------
+// ---- bf16 and fp16 in memory ----------------------------------------------------------------------
+// Loads widen exactly. Stores round to nearest, ties to even; overflow goes to infinity, subnormal
+// numbers are kept, NaN stays a (quiet) NaN. As with float, *_partial touch lanes [0, n) only.
 
 POLYREME_INLINE v16f load_bf16(const uint16_t* p) { return as_float(shift_left<16>(load_u16(p))); }
-// Rounds to nearest, ties to even; overflow goes to infinity, NaN stays a (quiet) NaN.
-POLYREME_INLINE void store_bf16(uint16_t* p, v16f a) {
+POLYREME_INLINE v16i bf16_bits(v16f a) {
   const v16i bits = as_int(a);
   const v16i odd = shift_right<16>(bits) & broadcast_i(1);
   const v16i rounded = shift_right<16>(bits + broadcast_i(0x7fff) + odd);
   const v16i quiet = shift_right<16>(bits) | broadcast_i(0x40);
-  store_u16(p, select(is_nan(a), quiet, rounded));
+  return select(is_nan(a), quiet, rounded);
+}
+POLYREME_INLINE void store_bf16(uint16_t* p, v16f a) { store_u16(p, bf16_bits(a)); }
+
+#if defined(__AVX512F__)
+
+POLYREME_INLINE v16f load_f16(const uint16_t* p) {
+  return {_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+POLYREME_INLINE void store_f16(uint16_t* p, v16f a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_maskz_cvtps_ph(0xffff, a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+#else
+
+POLYREME_INLINE v16f load_f16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+POLYREME_INLINE void store_f16(uint16_t* p, v16f a) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.lo, kNearest));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(a.hi, kNearest));
+}
+
+#endif
+
+POLYREME_INLINE v16f load(const bf16* p) { return load_bf16(&p->bits); }
+POLYREME_INLINE v16f load(const f16* p) { return load_f16(&p->bits); }
+POLYREME_INLINE void store(bf16* p, v16f a) { store_bf16(&p->bits, a); }
+POLYREME_INLINE void store(f16* p, v16f a) { store_f16(&p->bits, a); }
+
+// Rows end in at most one partial vector, so a copy through the stack is cheap enough.
+template <typename Half>
+POLYREME_INLINE v16f load_partial(const Half* p, int n) {
+  Half lanes[kLanes] = {};
+  for (int i = 0; i < n; ++i) lanes[i] = p[i];
+  return load(lanes);
+}
+template <typename Half>
+POLYREME_INLINE void store_partial(Half* p, v16f a, int n) {
+  Half lanes[kLanes];
+  store(lanes, a);
+  for (int i = 0; i < n; ++i) p[i] = lanes[i];
+}
+
+// One element, with the bits that it has in a lane.
+POLYREME_INLINE float widen(float x) { return x; }
+POLYREME_INLINE float widen(bf16 x) {
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(static_cast<int>(uint32_t{x.bits} << 16))));
+}
+POLYREME_INLINE float widen(f16 x) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(x.bits))); }
+POLYREME_INLINE void narrow(float x, float* p) { *p = x; }
+template <typename Half>
+POLYREME_INLINE void narrow(float x, Half* p) {
+  store_partial(p, broadcast(x), 1);
+}
+
+// Calls body(T()) with the type T of an element.
+template <typename Body>
+POLYREME_INLINE void with_element(Element element, Body body) {
+  switch (element) {
+    case Element::kF32:
+      return body(float());
+    case Element::kBF16:
+      return body(bf16());
+    case Element::kF16:
+      return body(f16());
+  }
 }
 
 // ---- Elementary functions -----------------------------------------------------------------------

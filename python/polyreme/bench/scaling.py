@@ -1,0 +1,258 @@
+"""`polyreme bench scaling`: what is measured, and what follows from it. Pure: scaling_worker.py measures.
+
+A *case* is one way to run the model; a *turn* runs a case once, from fresh weights: warm-up steps, then timed ones.
+The cases take turns, so that a machine that slows down does so for all of them; a *repeat* is a turn of every case.
+
+Efficiency of n ranks is their tokens/s for each rank over those of the smallest size, repeat by repeat, so what
+the machine did meanwhile cancels out. It is averaged as logarithms, with the interval of Student's t at 95 %.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..checks import MAX_THREADS, check_int
+from ..errors import InvalidArgument, NotAvailable
+from ..models import GPT
+
+__all__ = ["Case", "ScalingOptions", "default_sizes", "render_scaling", "summarise"]
+
+KINDS = ("weak", "strong")
+# Two-sided, 95 %, for 1, 2, ... degrees of freedom; the normal distribution's beyond.
+# fmt: off
+_STUDENT = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)
+# fmt: on
+_NORMAL = 1.960
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to run the model.
+
+    size: ranks. batch: samples of a step over all of them.
+    """
+
+    size: int
+    batch: int
+    zero: int
+    precision: str
+    sums: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingOptions:
+    """What to measure.
+
+    sizes: numbers of ranks; the smallest is what efficiency refers to. Empty: by the job.
+    kinds: "weak": `batch` samples for each rank; "strong": `batch` for each rank of the largest size, over all ranks.
+    zeros, precisions, sums: every combination is measured.
+    threads: of each rank, which is pinned to as many CPUs.
+
+    Raises:
+        InvalidArgument, NotAvailable: on construction, for what cannot be measured.
+    """
+
+    model: GPT
+    axis: str = "dp"
+    sizes: tuple[int, ...] = ()
+    kinds: tuple[str, ...] = ("weak",)
+    zeros: tuple[int, ...] = (0,)
+    precisions: tuple[str, ...] = ("fp32",)
+    sums: tuple[str, ...] = ("ordered",)
+    batch: int = 2
+    micro_batch: int = 2
+    threads: int = 1
+    isa: str = "auto"
+    repeats: int = 5
+    steps: int = 1
+    warmup: int = 1
+
+    def __post_init__(self) -> None:
+        if self.axis in ("tp", "pp"):
+            raise NotAvailable(
+                f"--axis {self.axis}: the Trainer of this version trains along dp only; use --axis dp"
+            )
+        if self.axis != "dp":
+            raise InvalidArgument(f"--axis {self.axis}: expected dp")
+        _check_list("--kinds", self.kinds, KINDS)
+        _check_list("--precision", self.precisions)
+        _check_list("--zero", self.zeros)
+        _check_list("--sums", self.sums, ("ordered", "fast"))
+        if "fast" in self.sums:
+            raise NotAvailable(
+                "--sums fast: the Trainer of this version sums in order only; over shared memory and TCP the fast"
+                " sums are the ordered ones. Use --sums ordered"
+            )
+        for name, low in (("batch", 1), ("micro_batch", 1), ("repeats", 1), ("steps", 1), ("warmup", 0)):
+            check_int(f"bench scaling: {name}", getattr(self, name), low)
+        check_int("bench scaling: threads", self.threads, 1, MAX_THREADS)
+        if self.sizes:
+            _check_list("--sizes", self.sizes)
+            if min(self.sizes) < 1 or list(self.sizes) != sorted(self.sizes):
+                raise InvalidArgument(f"--sizes {_text(self.sizes)}: expected ascending numbers of ranks")
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        if self.batch % self.micro_batch:
+            raise InvalidArgument(
+                f"bench scaling: batch={self.batch} is not a multiple of micro_batch={self.micro_batch}"
+            )
+        if "strong" in self.kinds and self.sizes:
+            for size in self.sizes:
+                if self.batch * self.sizes[-1] % size:
+                    raise InvalidArgument(
+                        f"--kinds strong: {size} ranks do not divide the batch of {self.batch * self.sizes[-1]} samples,"
+                        f" which is --batch {self.batch} for each of {self.sizes[-1]} ranks; choose other sizes or batch"
+                    )
+
+    def with_sizes(self, sizes: Sequence[int]) -> ScalingOptions:
+        """The same with these sizes."""
+        return dataclasses.replace(self, sizes=tuple(sizes))
+
+    def batch_of(self, kind: str, size: int) -> int:
+        """Samples of a step over `size` ranks."""
+        return self.batch * (size if kind == "weak" else self.sizes[-1])
+
+    def series(self) -> list[tuple[str, list[Case]]]:
+        """(kind, cases by size) of every line of the result. Cases are shared: one rank has nothing to shard."""
+        found = []
+        for kind in self.kinds:
+            for zero in self.zeros:
+                for precision in self.precisions:
+                    for sums in self.sums:
+                        cases = [
+                            Case(
+                                size=size,
+                                batch=self.batch_of(kind, size),
+                                zero=zero if size > 1 else 0,
+                                precision=precision,
+                                sums=sums if size > 1 else "ordered",
+                            )
+                            for size in self.sizes
+                        ]
+                        found.append((kind, cases))
+        return found
+
+    def cases(self) -> list[Case]:
+        """Every case once, in the order of their turns."""
+        return list(dict.fromkeys(case for _, cases in self.series() for case in cases))
+
+
+def _check_list(name: str, values: Sequence[Any], known: Sequence[str] = ()) -> None:
+    good = bool(values) and len(set(values)) == len(values) and (not known or set(values) <= set(known))
+    if not good:
+        expected = f"different ones among {', '.join(known)}" if known else "different values"
+        raise InvalidArgument(f"{name} {_text(values)}: expected {expected}")
+
+
+def _text(values: Sequence[Any]) -> str:
+    return ",".join(str(value) for value in values) or "''"
+
+
+def default_sizes(num_ranks: int) -> list[int]:
+    """1, 2, 4, ... and num_ranks itself."""
+    return sorted({1 << i for i in range(num_ranks.bit_length()) if 1 << i <= num_ranks} | {num_ranks})
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """Geometric mean and its 95 % interval by Student's t on logarithms; without one for a single value."""
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = statistics.fmean(logs)
+    if len(logs) < 2:
+        return math.exp(mean), None, None
+    freedom = len(logs) - 1
+    student = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _NORMAL
+    half = student * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
+
+
+def summarise(options: ScalingOptions, turns: dict[Case, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row for each size of each series. `turns`: what every turn of a case gave, repeat by repeat.
+
+    seconds: median of a step. efficiency with its interval refers to the smallest size of the series;
+    ratio, of the first series of the same kind over this one's seconds, to the same size.
+    """
+    rows = []
+    first: dict[tuple[str, int], Case] = {}
+    for kind, cases in options.series():
+        for case in cases:
+            here = [turn["seconds"] for turn in turns[case]]
+            rates = [case.batch / (case.size * seconds) for seconds in here]
+            base = [cases[0].batch / (cases[0].size * turn["seconds"]) for turn in turns[cases[0]]]
+            efficiency, low, high = interval([rate / b for rate, b in zip(rates, base, strict=True)])
+            reference = turns[first.setdefault((kind, case.size), case)]
+            ratio, ratio_low, ratio_high = interval(
+                [turn["seconds"] / seconds for turn, seconds in zip(reference, here, strict=True)]
+            )
+            seconds = statistics.median(here)
+            rows.append(
+                {
+                    "record": "summary",
+                    "kind": kind,
+                    # A series keeps its name at one rank, where its case is shared.
+                    **dataclasses.asdict(cases[-1]),
+                    "size": case.size,
+                    "batch": case.batch,
+                    "seconds": seconds,
+                    "spread": [min(here), max(here)],
+                    "tokens_per_s": case.batch * options.model.seq_len / seconds,
+                    "efficiency": efficiency,
+                    "efficiency_low": low,
+                    "efficiency_high": high,
+                    "ratio": ratio,
+                    "ratio_low": ratio_low,
+                    "ratio_high": ratio_high,
+                    "peak_bytes": max(turn["peak_bytes"] for turn in turns[case]),
+                    "collective_s": statistics.median(turn["collective_s"] for turn in turns[case]),
+                    "loss": turns[case][0]["loss"],
+                }
+            )
+    return rows
+
+
+def render_scaling(settings: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """The result as a table for people."""
+    model = settings["model"]
+    lines = [
+        f"GPT {model['layers']} x {model['hidden']}, vocab {model['vocab']}, seq {model['seq_len']}; {settings['batch']}"
+        f" samples for each rank in micro-batches of {settings['micro_batch']}, {settings['threads']} thread(s) each;"
+        f" {settings['repeats']} repeats of {settings['steps']} step(s) in turn",
+        f"{settings['launcher']}: {settings['ranks']} ranks on {len(set(settings['hosts']))} host(s);"
+        f" {'pinned' if settings['pinned'] else 'not pinned'}; load {settings['load_average']:.1f}; {settings['device']}",
+        "efficiency: tokens/s for each rank over those of the smallest size, with its 95 % interval",
+        f"{'kind':6} {'zero':>4} {'precision':9} {'sums':7} {'ranks':>5} {'batch':>5} {'s/step':>8} {'tokens/s':>10}"
+        f" {'efficiency':>10} {'interval':>16} {'collectives':>11} {'memory':>10}",
+    ]
+    for row in rows:
+        low, high = row["efficiency_low"], row["efficiency_high"]
+        is_base = low is None or low == high
+        between = "-" if is_base else f"{100 * low:6.2f} - {100 * high:6.2f}%"
+        lines.append(
+            f"{row['kind']:6} {row['zero']:>4} {row['precision']:9} {row['sums']:7} {row['size']:>5} {row['batch']:>5}"
+            f" {row['seconds']:8.4f} {row['tokens_per_s']:10.1f} {100 * row['efficiency']:9.2f}% {between:>16}"
+            f" {100 * row['collective_s'] / row['seconds']:10.2f}% {row['peak_bytes'] / 2**20:6.0f} MiB"
+        )
+    compared = [row for row in rows if _label(row) != _label(rows[0]) and row["size"] > 1]
+    for row in compared:
+        low, high = row["ratio_low"], row["ratio_high"]
+        between = f" ({low:.3f} to {high:.3f})" if low is not None else ""
+        lines.append(
+            f"{row['kind']}, {row['size']} ranks: {_label(rows[0])} takes {row['ratio']:.3f}{between} of the time of"
+            f" {_label(row)}"
+        )
+    crowded = settings["crowded_sizes"]
+    if crowded:
+        lines.append(f"more threads than CPUs at {_text(crowded)} ranks: no measure of scaling there")
+    return lines
+
+
+def _label(row: dict[str, Any]) -> str:
+    return f"zero={row['zero']} {row['precision']} {row['sums']}"

@@ -1,0 +1,128 @@
+"""`polyreme bench scaling`: efficiency over numbers of ranks, inside a launched job or as a job of its own."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from . import UsageError
+
+if TYPE_CHECKING:
+    from polyreme.bench.scaling import ScalingOptions
+    from polyreme.models import GPT
+
+_DESCRIPTION = """\
+Trains the model on growing numbers of ranks, in turn, and says how much of a rank's speed is kept. Started by
+torchrun, srun, mpirun or `polyreme run` it uses the ranks of that job; alone it starts its own on this machine:
+
+  polyreme bench scaling --sizes 1,2 --kinds weak,strong --zero 0,1 --plot scaling.svg
+  torchrun --nproc-per-node 8 --no-python polyreme bench scaling --out scaling.jsonl
+"""
+
+
+def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Adds the parser of `bench scaling`, without the model's sizes."""
+    parser = kinds.add_parser(
+        "scaling",
+        help="efficiency over numbers of ranks",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--axis", default="dp", help="of the mesh that grows: dp (default)")
+    add("--sizes", default="", metavar="LIST", help="numbers of ranks (default: 1,2,4,... up to the job's)")
+    add("--kinds", default="weak", metavar="LIST", help="weak (default), strong")
+    add("--zero", default="0", metavar="LIST", help="ZeRO stages (default 0)")
+    add("--precision", default="fp32", metavar="LIST", help="(default fp32)")
+    add("--sums", default="ordered", metavar="LIST", help="ordered (default), fast")
+    add("--batch", type=int, default=2, metavar="N", help="samples for each rank (default 2)")
+    add("--micro-batch", type=int, metavar="N", help="samples of a forward pass (default: batch)")
+    add("--repeats", type=int, default=5, metavar="N", help="turns of each case (default 5)")
+    add("--steps", type=int, default=1, metavar="N", help="timed steps of a turn (default 1)")
+    add("--warmup", type=int, default=1, metavar="N", help="steps of a turn before them (default 1)")
+    add("--out", default="", metavar="FILE", help="write every turn and the summary there as JSON lines")
+    add("--plot", default="", metavar="FILE", help="draw throughput and efficiency there, as an SVG")
+    return parser
+
+
+def run(args: argparse.Namespace, model: GPT) -> int:
+    """Measures in the job that this process belongs to, or launches one; returns the exit code."""
+    from polyreme.bench.scaling import ScalingOptions, default_sizes
+    from polyreme.environment import read_rank_environment
+    from polyreme.errors import InvalidArgument
+    from polyreme.launch.env import usable_cpus
+
+    if args.plot and not args.plot.endswith(".svg"):
+        raise InvalidArgument(f"--plot {args.plot}: pictures are SVG; give a name that ends in .svg")
+    options = ScalingOptions(
+        model=model,
+        axis=args.axis,
+        sizes=_numbers("--sizes", args.sizes),
+        kinds=tuple(_names(args.kinds)),
+        zeros=_numbers("--zero", args.zero),
+        precisions=tuple(_names(args.precision)),
+        sums=tuple(_names(args.sums)),
+        batch=args.batch,
+        micro_batch=args.batch if args.micro_batch is None else args.micro_batch,
+        threads=args.threads,
+        isa=args.isa,
+        repeats=args.repeats,
+        steps=args.steps,
+        warmup=args.warmup,
+    )
+    check_available(options)
+    alone = read_rank_environment().size == 1
+    if alone and not options.sizes:
+        options = options.with_sizes(default_sizes(max(1, len(usable_cpus()[0]) // options.threads)))
+    output = {"json": args.json, "out": args.out, "plot": args.plot}
+    if alone and options.sizes[-1] > 1:
+        return _launch(options, output)
+    from polyreme.bench.scaling_worker import Output, run_rank
+
+    run_rank(options, Output(**output))
+    return 0
+
+
+def check_available(options: ScalingOptions) -> None:
+    """Lets a trainer of a tiny model refuse what this version does not have, before anything is measured."""
+    import polyreme as pr
+    from polyreme.environment import RankEnvironment
+
+    world = pr.init(environment=RankEnvironment(), num_threads=1, isa=options.isa)
+    tiny = pr.models.GPT(layers=1, hidden=8, heads=1, vocab=8, seq_len=8)
+    for zero in options.zeros:
+        for precision in options.precisions:
+            pr.Trainer(
+                tiny, pr.Mesh(world), optimizer=pr.AdamW(), global_batch=1, zero=zero, precision=precision
+            )
+
+
+def _launch(options: ScalingOptions, output: dict[str, Any]) -> int:
+    from polyreme.launch.config import LaunchConfig, LaunchError
+    from polyreme.launch.launcher import launch
+
+    settings = json.dumps({"options": dataclasses.asdict(options), "output": output})
+    try:
+        return launch(
+            LaunchConfig(
+                num_ranks=options.sizes[-1],
+                command=("polyreme.bench.scaling_worker", settings),
+                module=True,
+                prefix="never",
+            )
+        )
+    except LaunchError as error:
+        raise UsageError(f"bench scaling: {error}") from error
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(name) for name in _names(text))
+    except ValueError:
+        raise UsageError(f"{option} {text}: expected numbers, such as 1,2") from None
