@@ -103,7 +103,7 @@ TEST(ElementwiseKernel, Fill) {
     using T = decltype(type);
     for (const int64_t count : kCounts) {
       const Array<T> out(static_cast<size_t>(count), 1);
-      fake_gpu::reset(1, 1);
+      start_case(1);
       run<PolyremeFill>(kernels::launch_fill, {out.data(), count, 0.3F, kCodeOf<T>});
       expect_rounded(out, std::vector<float>(static_cast<size_t>(count), 0.3F), "fill");
     }
@@ -141,7 +141,7 @@ TEST(ElementwiseKernel, SwigluAgainstFloat64) {
 }
 
 TEST(ElementwiseKernel, SwigluOfLargeGates) {
-  fake_gpu::reset(1, 1);
+  start_case(1);
   const Array<float> x(std::vector<float>{-200.0F, 200.0F, 2.0F, 2.0F}), dy(std::vector<float>{1.0F, 1.0F}),
       dx(4);
   run<PolyremeSwiglu>(kernels::launch_swiglu_backward,

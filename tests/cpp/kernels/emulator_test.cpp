@@ -1,6 +1,7 @@
 // The emulator itself: what it runs right, and faults that were planted and that it must find.
 #include <set>
 
+#include "emulator/fake_gpu.h"
 #include "kernels/kernel_test.h"
 #include "kernels/launch.h"
 #include "kernels/warp.cuh"

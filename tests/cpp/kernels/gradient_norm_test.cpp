@@ -94,7 +94,7 @@ TEST(GradientNormKernel, ExactSumAndFactorHaveTheBitsOfTheCpu) {
       clip_scale(cpu.stream(), limbs, max_norm, scale);
       const Array<int64_t> gpu_limbs(squares);
       const Array<float> gpu_scale(1);
-      fake_gpu::reset(1, 1);
+      start_case(1);
       run<PolyremeClipScale>(kernels::launch_clip_scale, {gpu_limbs.data(), gpu_scale.data(), max_norm});
       expect_bits(gpu_scale.floats(), cpu.download(scale), "factor");
     }
@@ -122,7 +122,7 @@ TEST(GradientNormKernel, FactorsOfManySums) {
     const float wanted = norm > 1e-3 ? static_cast<float>(static_cast<double>(1e-3F) / norm) : 1.0F;
     const Array<int64_t> gpu_limbs(std::vector<int64_t>(limbs.begin(), limbs.end()));
     const Array<float> factor(1);
-    fake_gpu::reset(1, 1);
+    start_case(1);
     run<PolyremeClipScale>(kernels::launch_clip_scale, {gpu_limbs.data(), factor.data(), 1e-3F});
     EXPECT_EQ(bits_of(factor[0]), bits_of(wanted)) << round;
   }

@@ -3,6 +3,8 @@
 // message of a failure.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -19,13 +21,11 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "device/cpu/cpu_device.h"
-#include "emulator/fake_gpu.h"
-#include "kernels/elements.cuh"
+#include "kernels/where.h"
 #include "ops/ops.h"
 
 namespace polyreme::kernel_test {
 
-inline constexpr uint64_t kSeeds[] = {1, 2, 3};
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
 using Half = __half;
@@ -54,9 +54,7 @@ template <typename T>
 class Array {
  public:
   explicit Array(size_t size, size_t shift = 0)
-      : size_(size),
-        shift_(shift),
-        memory_(std::malloc((size + shift) * sizeof(T) + (size + shift == 0)), std::free) {
+      : size_(size), shift_(shift), memory_(allocate((size + shift) * sizeof(T) + (size + shift == 0))) {
     std::memset(memory_.get(), 0xff, (size + shift) * sizeof(T));
   }
   template <typename From>
@@ -102,7 +100,7 @@ template <typename Args>
 void run(cudaError_t (*launch)(const Args&, cudaStream_t), const Args& args) {
   ASSERT_EQ(launch(args, nullptr), cudaSuccess);
   ASSERT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
-  ASSERT_EQ(fake_gpu::violations(), std::vector<std::string>{});
+  ASSERT_EQ(violations(), std::vector<std::string>{});
 }
 
 // Calls body(T{}) for the three dtypes.
@@ -120,8 +118,8 @@ void for_dtypes(Body body) {
 template <typename Body>
 void for_seeds(Body body) {
   for (const uint64_t seed : kSeeds) {
-    SCOPED_TRACE(concat("fake_gpu::reset(1, ", seed, ")"));
-    fake_gpu::reset(1, seed);
+    SCOPED_TRACE(concat("start_case(", seed, ")"));
+    start_case(seed);
     body();
   }
 }
