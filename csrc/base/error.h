@@ -51,6 +51,15 @@ class CollectiveMismatch : public CommError {
   using CommError::CommError;
 };
 
+// A checkpoint could not be written or read; the message names rank, path and reason.
+class CheckpointError : public Error {
+  using Error::Error;
+};
+// A checkpoint is not what was written: truncated, damaged, or made by somebody else.
+class CheckpointCorrupt : public CheckpointError {
+  using CheckpointError::CheckpointError;
+};
+
 // Joins its arguments as text: concat("rank ", 3, " of ", 4).
 template <typename... Args>
 std::string concat(const Args&... args) {

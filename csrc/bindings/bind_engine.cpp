@@ -12,6 +12,8 @@ namespace polyreme::bindings {
 namespace {
 
 using IntArray = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
+using ByteArray = py::array_t<uint8_t, py::array::c_style>;
+using RangeArray = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 using FloatArray = py::array_t<float, py::array::c_style | py::array::forcecast>;
 
 HostBatch host_batch(const IntArray& tokens, const IntArray* targets) {
@@ -25,6 +27,15 @@ HostBatch host_batch(const IntArray& tokens, const IntArray* targets) {
     batch.targets.assign(targets->data(), targets->data() + targets->size());
   }
   return batch;
+}
+
+// Rows of (part, begin, end).
+std::vector<Engine::StateRange> state_ranges(const RangeArray& ranges) {
+  require(ranges.ndim() == 2 && ranges.shape(1) == 3, "ranges: rows of (part, begin, end) are expected");
+  const auto row = ranges.unchecked<2>();
+  std::vector<Engine::StateRange> result;
+  for (py::ssize_t i = 0; i < ranges.shape(0); ++i) result.push_back({row(i, 0), row(i, 1), row(i, 2)});
+  return result;
 }
 
 py::dict stats_dict(const StepStats& stats) {
@@ -92,14 +103,21 @@ void bind_engine(py::module_& m) {
   py::class_<Engine>(m, "Engine")
       .def(py::init([](World& world, Mesh& mesh, const GptConfig& config, int64_t global_batch,
                        int64_t micro_batch, int64_t lanes_dp, uint64_t seed, float clip_norm, int zero_stage,
-                       const std::string& rule, double beta1, double beta2, double eps, double momentum,
-                       const std::vector<double>& weight_decay) {
+                       int64_t shard_size, int64_t bucket_bytes, bool overlap, bool round_first,
+                       int64_t prefetch, int64_t persist_below, const std::string& rule, double beta1,
+                       double beta2, double eps, double momentum, const std::vector<double>& weight_decay) {
              const EngineOptions options{.global_batch = global_batch,
                                          .micro_batch = micro_batch,
                                          .lanes_dp = lanes_dp,
                                          .seed = seed,
                                          .clip_norm = clip_norm,
-                                         .zero_stage = zero_stage,
+                                         .zero = {.stage = zero_stage,
+                                                  .shard_size = shard_size,
+                                                  .bucket_bytes = bucket_bytes,
+                                                  .overlap = overlap,
+                                                  .round_first = round_first,
+                                                  .prefetch = prefetch,
+                                                  .persist_below = persist_below},
                                          .optimizer = {.rule = rule,
                                                        .beta1 = beta1,
                                                        .beta2 = beta2,
@@ -111,8 +129,9 @@ void bind_engine(py::module_& m) {
              return std::make_unique<Engine>(world.device(), mesh, build_gpt(config), options);
            }),
            "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
-           "seed"_a, "clip_norm"_a, "zero_stage"_a, "rule"_a, "beta1"_a, "beta2"_a, "eps"_a, "momentum"_a,
-           "weight_decay"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+           "seed"_a, "clip_norm"_a, "zero_stage"_a, "shard_size"_a, "bucket_bytes"_a, "overlap"_a,
+           "round_first"_a, "prefetch"_a, "persist_below"_a, "rule"_a, "beta1"_a, "beta2"_a, "eps"_a,
+           "momentum"_a, "weight_decay"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def(
           "train_step",
           [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
@@ -181,6 +200,44 @@ void bind_engine(py::module_& m) {
             engine.write_param(name, std::vector<float>(values.data(), values.data() + values.size()));
           },
           "name"_a, "values"_a)
+      .def("memory",
+           [](const Engine& engine) {
+             py::list terms;
+             for (const MemoryTerm& term : engine.memory())
+               terms.append(py::make_tuple(term.name, term.bytes, term.stays));
+             return terms;
+           })
+      .def("state_parts",
+           [](const Engine& engine) {
+             const std::vector<ParamSpec>& specs = engine.model().registry.specs();
+             py::list result;
+             for (const StatePart& part : engine.state_parts())
+               result.append(py::make_tuple(part.kind, specs[static_cast<size_t>(part.param)].name,
+                                            dtype_name(part.tensor.dtype()), part.begin, part.size));
+             return result;
+           })
+      .def(
+          "read_state",
+          [](Engine& engine, const RangeArray& ranges, ByteArray& to) {
+            const std::vector<Engine::StateRange> list = state_ranges(ranges);
+            const std::span<std::byte> bytes(reinterpret_cast<std::byte*>(to.mutable_data()),
+                                             static_cast<size_t>(to.nbytes()));
+            const py::gil_scoped_release release;
+            engine.read_state(list, bytes);
+          },
+          "ranges"_a, "to"_a)
+      .def(
+          "write_state",
+          [](Engine& engine, const RangeArray& ranges, const ByteArray& data) {
+            const std::vector<Engine::StateRange> list = state_ranges(ranges);
+            const std::span<const std::byte> bytes(reinterpret_cast<const std::byte*>(data.data()),
+                                                   static_cast<size_t>(data.nbytes()));
+            const py::gil_scoped_release release;
+            engine.write_state(list, bytes);
+          },
+          "ranges"_a, "data"_a)
+      .def_property_readonly("updates", [](const Engine& engine) { return engine.updates(); })
+      .def("set_progress", &Engine::set_progress, "applied_steps"_a, "updates"_a)
       .def_property_readonly("applied_steps", &Engine::applied_steps)
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
       .def_property_readonly("num_parameters",

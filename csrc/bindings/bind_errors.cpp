@@ -41,6 +41,10 @@ void bind_errors(py::module_&) {
       raise("CollectiveMismatch", error);
     } catch (const CommError& error) {
       raise("CommError", error);
+    } catch (const CheckpointCorrupt& error) {
+      raise("CheckpointCorrupt", error);
+    } catch (const CheckpointError& error) {
+      raise("CheckpointError", error);
     } catch (const Error& error) {
       raise("Error", error);
     } catch (const std::bad_alloc& error) {

@@ -43,6 +43,29 @@ void bind_world(py::module_& m) {
           [](const World& w, double timeout_s) { w.communicator().barrier(milliseconds(timeout_s)); },
           "timeout_s"_a = 600.0, py::call_guard<py::gil_scoped_release>())
       .def(
+          "all_gather_bytes",
+          [](World& w, const py::bytes& data, const std::string& what) {
+            const std::string own = data;
+            std::vector<std::string> all;
+            w.background();  // under the GIL: one thread makes it
+            {
+              const py::gil_scoped_release release;
+              all = w.all_gather_bytes(own, what);
+            }
+            py::list result;
+            for (const std::string& part : all) result.append(py::bytes(part));
+            return result;
+          },
+          "data"_a, "what"_a)
+      .def(
+          "store_set",
+          [](const World& w, const std::string& key, const std::string& value) { w.store().set(key, value); },
+          "key"_a, "value"_a, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "store_get",
+          [](const World& w, const std::string& key) { return w.store().try_get(key).value_or(""); }, "key"_a,
+          py::call_guard<py::gil_scoped_release>())
+      .def(
           "abort", [](const World& w, const std::string& reason) { w.communicator().abort(reason); },
           "reason"_a, py::call_guard<py::gil_scoped_release>())
       .def("stop_background", &World::stop_background, "reason"_a, py::call_guard<py::gil_scoped_release>())

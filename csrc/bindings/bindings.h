@@ -11,6 +11,7 @@ void bind_system(pybind11::module_& m);
 void bind_world(pybind11::module_& m);
 void bind_mesh(pybind11::module_& m);
 void bind_group(pybind11::module_& m);
+void bind_checkpoint(pybind11::module_& m);
 void bind_data(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);
 void bind_ops(pybind11::module_& m);

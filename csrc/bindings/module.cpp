@@ -8,6 +8,7 @@ PYBIND11_MODULE(_core, m) {
   bindings::bind_world(m);
   bindings::bind_mesh(m);
   bindings::bind_group(m);
+  bindings::bind_checkpoint(m);
   bindings::bind_data(m);
   bindings::bind_engine(m);
   bindings::bind_ops(m);

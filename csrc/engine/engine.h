@@ -1,36 +1,38 @@
 #pragma once
 
+#include <cstddef>
 #include <exception>
-#include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
-#include "data/token_dataset.h"
+#include "engine/batch.h"
+#include "engine/memory_terms.h"
 #include "engine/param_store.h"
 #include "mesh/mesh.h"
-#include "nn/gpt.h"
 #include "optim/optimizer.h"
 
 namespace polyreme {
 
 struct EngineOptions {
   int64_t global_batch = 1;  // samples of a step, over all ranks
-  int64_t micro_batch = 1;   // samples of one forward; does not change the bits
+  int64_t micro_batch = 1;   // samples of one forward; does not change the bits, unless zero.round_first
   int64_t lanes_dp = 0;      // 0: the size of the dp axis
   uint64_t seed = 0;         // initial weights, dropout
   float clip_norm = 0;       // limit of the global gradient norm; 0: none
-  int zero_stage = 0;        // 1: every rank of dp keeps and updates a shard of the optimizer state
+  ZeroOptions zero;
   OptimizerOptions optimizer;
 };
 
-// Samples in host memory: tokens and targets are [num_samples, seq_len], row after row. A target of
-// kIgnoreIndex does not count.
-struct HostBatch {
-  std::vector<int32_t> tokens;
-  std::vector<int32_t> targets;
-  int64_t num_samples = 0;
-  int64_t seq_len = 0;
+// Elements [begin, begin + size) of a parameter's weight, or of one kind of its optimizer state, that this
+// rank's shard has.
+struct StatePart {
+  std::string kind;  // "weight", or a name of Optimizer::state
+  int param = 0;
+  int64_t begin = 0;
+  int64_t size = 0;
+  Tensor tensor;  // [size]
 };
 
 struct StepStats {
@@ -58,55 +60,61 @@ class Engine {
   StepStats train_step(const TokenDataset& data, const SampleOrder& order, int64_t step, double lr);
   // Mean loss over the samples [first, first + num_samples) of `data` in file order, spread over dp.
   StepStats evaluate(const TokenDataset& data, int64_t first, int64_t num_samples);
-  // logits [num_samples, seq_len, vocab] of this rank's own samples; targets are not needed. Local.
+  // logits [num_samples, seq_len, vocab] of this rank's own samples, which may be none; targets are not
+  // needed. Local up to stage 2, collective in stage 3.
   std::vector<float> logits(const HostBatch& batch);
 
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
-  const ShardMap& map() const { return params_.map(); }
+  const ShardMap& map() const { return plan_.map; }
+  // What this rank's memory goes to; see memory_terms.
+  std::vector<MemoryTerm> memory() const;
   int64_t applied_steps() const { return applied_steps_; }
   int64_t local_batch() const { return options_.global_batch / dp_.size(); }
-  // Copies to and from the host; reading what ZeRO has sharded is collective. `kind` is "weight", "grad" (of
+  // Copies to and from the host; reading what ZeRO has sharded is collective, writing is not: every rank
+  // writes the same values. `kind` is "weight", "grad" (of
   // the last step, before clipping) or a state name of the optimizer. Throws InvalidArgument for unknown
   // names and wrong sizes.
   std::vector<float> read_param(const std::string& name, const std::string& kind);
   void write_param(const std::string& name, const std::vector<float>& values);
 
- private:
-  struct DeviceBatch {
-    Tensor tokens, targets;
+  // All that this rank must save, and all that it needs back to go on: by kind, then in order of the shard.
+  // The same list at every call, for the shards cover every parameter.
+  std::vector<StatePart> state_parts() const;
+  // Elements [begin, end) of a parameter, inside of state_parts()[part].
+  struct StateRange {
+    int64_t part, begin, end;
   };
+  // Copies ranges to host memory, one after the other, and waits. Throws InvalidArgument for ranges outside
+  // their part, or another size of memory.
+  void read_state(std::span<const StateRange> ranges, std::span<std::byte> to);
+  // The inverse; weights reach the ranks that hold them whole. Collective.
+  void write_state(std::span<const StateRange> ranges, std::span<const std::byte> from);
+  // The counts behind the state. Throws InvalidArgument for negative ones, or not one for each parameter.
+  const std::vector<int64_t>& updates() const { return optimizer_->updates(); }
+  void set_progress(int64_t applied_steps, std::vector<int64_t> updates);
 
+ private:
+  void agree_on_settings();
   void init_weights();
-  void check_batch(const HostBatch& batch, int64_t num_samples, bool needs_targets) const;
-  HostBatch read_samples(const TokenDataset& data, int64_t count,
-                         const std::function<int64_t(int64_t)>& sample) const;
   // `source`: where the samples come from, equal on all ranks; `refusal`: why this rank has none, or null.
   StepStats train_step(const HostBatch& batch, double lr, const std::string& source,
                        std::exception_ptr refusal);
-  // Something that must be equal on all ranks. `value` is compared; `text` is for people.
-  struct Fact {
-    const char* name;
-    int64_t value;
-    std::string text;
-  };
-  static Fact fact(const char* name, const std::string& text);
-  // All ranks throw, or none: `refusal` if this rank has one, otherwise InvalidArgument naming the ranks with
-  // a refusal or with other facts. Returns the sum of `addend` over the ranks. Waits for them.
-  int64_t agree(const std::vector<Fact>& facts, const std::exception_ptr& refusal, int64_t addend = 0);
-  void agree_on_settings();
-  DeviceBatch upload(const HostBatch& batch);
   Context make_context(const DeviceBatch& batch, int64_t begin, int64_t end, int64_t first_sample,
                        bool training) const;
-  Tensor run_forward(const Context& context, size_t num_layers, std::vector<Saved>* saved) const;
-  void run_backward(const Context& context, std::vector<Saved>& saved) const;
   void run_lanes(const DeviceBatch& batch, float loss_scale);
+  // Samples [begin, end) of this rank's batch; their losses are added to loss_sum_.
+  void run_micro_batch(const DeviceBatch& batch, int64_t begin, int64_t end, float loss_scale,
+                       bool completes_lane);
+  // Announces `count` micro-batches, forward and, if there is one, backward.
+  void plan_visits(int64_t count, size_t num_layers, bool with_backward);
   void measure_gradient();
   double read_sum(const Tensor& limbs);
   // The name of the first parameter that is not finite in this kind of buffer; empty if there is none.
   std::string first_not_finite(const std::string& kind);
   std::string what_is_not_finite();
   Tensor unit_buffer(const std::string& kind, int unit);
+  Stream& background() const { return background_ ? *background_ : *stream_; }
 
   Device& device_;
   Communicator& dp_;
@@ -114,7 +122,9 @@ class Engine {
   Model model_;
   EngineOptions options_;
   std::unique_ptr<Stream> stream_;
-  int64_t local_lanes_;
+  std::unique_ptr<Stream> background_;  // of collectives that overlap computation; null: they do not
+  DpGroups groups_;
+  UnitPlan plan_;
   ParamStore params_;
   std::unique_ptr<Optimizer> optimizer_;
   Tensor loss_sum_, square_sum_;  // exact accumulators

@@ -22,7 +22,7 @@ LaneSum::LaneSum(Device& device, const Shape& shape, int64_t local_lanes, Commun
 }
 
 Tensor LaneSum::take_buffer() {
-  if (free_.empty()) return empty(device_, DType::kF32, shape_, "lane sum");
+  if (free_.empty()) return group_.allocate(device_, DType::kF32, shape_, "lane sum");
   Tensor buffer = free_.back();
   free_.pop_back();
   return buffer;
@@ -42,7 +42,7 @@ Tensor LaneSum::begin_lane(Stream& stream) {
   return current_;
 }
 
-void LaneSum::end_lane(Stream& stream) {
+bool LaneSum::end_lane(Stream& stream) {
   Tensor sum = std::exchange(current_, Tensor());
   size_t level = 0;
   for (; subtrees_[level].defined(); ++level) {
@@ -51,6 +51,7 @@ void LaneSum::end_lane(Stream& stream) {
     free_.push_back(std::exchange(sum, left));
   }
   subtrees_[level] = sum;
+  return subtrees_.back().defined();
 }
 
 const Tensor& LaneSum::local_sum() const {
@@ -63,11 +64,18 @@ std::unique_ptr<Work> LaneSum::finish(Stream& stream, Tensor* sum) {
   return group_.all_reduce(*sum, ReduceOp::kSum, stream);
 }
 
-std::unique_ptr<Work> LaneSum::finish_own_slice(Stream& stream, Tensor* sum) {
-  *sum = local_sum();
-  const int64_t slice = sum->numel() / group_.size();
-  return group_.reduce_scatter(*sum, sum->slice(0, group_.rank() * slice, (group_.rank() + 1) * slice),
-                               ReduceOp::kSum, stream);
+Tensor LaneSum::own_slice() const {
+  const int64_t size = local_sum().numel() / group_.size();
+  return local_sum().slice(0, group_.rank() * size, (group_.rank() + 1) * size);
+}
+
+std::unique_ptr<Work> LaneSum::finish_slice(Stream& stream, const Tensor& slice) {
+  return group_.reduce_scatter(local_sum(), slice, ReduceOp::kSum, stream);
+}
+
+void LaneSum::release() {
+  free_.clear();
+  subtrees_.back() = {};
 }
 
 }  // namespace polyreme

@@ -19,20 +19,26 @@ void check_lanes(const std::string& axis, int64_t lanes, int64_t axis_size);
 // merged as soon as both halves are there (a binary counter), so at most log2(lanes) + 1 buffers live.
 class LaneSum {
  public:
-  // Sums of `shape`, fp32. `group` must outlive this object.
+  // Sums of `shape`, fp32, in memory of `group`, which must outlive this object.
   LaneSum(Device& device, const Shape& shape, int64_t local_lanes, Communicator& group);
 
-  // The same for 1-D sums that the ranks share out: only this rank's slice of `sum`, an equal part in rank
-  // order, is the sum; the rest is undefined. Half the bytes of finish.
-  std::unique_ptr<Work> finish_own_slice(Stream& stream, Tensor* sum);
   // Forgets the lanes of a sum that an error broke off; without effect between two sums.
   void restart();
   // A zeroed buffer for the next lane's partial sum. Lanes come in ascending order.
   Tensor begin_lane(Stream& stream);
-  void end_lane(Stream& stream);
+  // Returns whether it was the last lane of this rank: the sum can be finished.
+  bool end_lane(Stream& stream);
   // After local_lanes lanes: the sum over all lanes of all ranks, the same on every rank. Valid
   // until the next begin_lane. The caller must wait_on the returned work before it reads `sum`.
   std::unique_ptr<Work> finish(Stream& stream, Tensor* sum);
+  // The same for 1-D sums that the ranks share out: `slice`, which may be own_slice(), becomes this rank's
+  // part of the sum, an equal one in rank order. Half the bytes of finish. The rest of the buffer is
+  // undefined.
+  std::unique_ptr<Work> finish_slice(Stream& stream, const Tensor& slice);
+  // This rank's part of the buffer that holds the sum of its lanes.
+  Tensor own_slice() const;
+  // Gives the memory back, after finish or finish_slice; what is enqueued keeps what it needs.
+  void release();
 
  private:
   Tensor take_buffer();

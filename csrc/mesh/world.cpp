@@ -6,6 +6,7 @@
 
 #include "base/build_info.h"
 #include "comm/factory.h"
+#include "comm/memory_store.h"
 #include "comm/rendezvous.h"
 #include "comm/shared_memory/process.h"
 #include "comm/tcp_store.h"
@@ -80,6 +81,36 @@ Stream& World::background() {
   return *background_;
 }
 
+std::vector<std::string> World::all_gather_bytes(const std::string& own, const std::string& what) {
+  const auto view = [&](const void* data, DType dtype, size_t count) {
+    // Lives until the collective has run, as it is waited for below; sources are only read.
+    return Tensor(device_->wrap_host(const_cast<void*>(data), count * dtype_size(dtype), nullptr), dtype,
+                  {static_cast<int64_t>(count)});
+  };
+  communicator_->set_label(what);
+  const auto num_ranks = static_cast<size_t>(size());
+  const auto own_size = static_cast<int64_t>(own.size());
+  std::vector<int64_t> sizes(num_ranks);
+  communicator_
+      ->all_gather(view(&own_size, DType::kI64, 1), view(sizes.data(), DType::kI64, num_ranks), background())
+      ->wait();
+  int64_t total = 0;
+  for (const int64_t n : sizes) total += n;
+  std::string all(static_cast<size_t>(total), '\0');
+  communicator_
+      ->all_gather(view(own.data(), DType::kU8, own.size()), view(all.data(), DType::kU8, all.size()),
+                   background(), sizes)
+      ->wait();
+  communicator_->set_label("");
+  std::vector<std::string> result;
+  size_t at = 0;
+  for (const int64_t n : sizes) {
+    result.push_back(all.substr(at, static_cast<size_t>(n)));
+    at += static_cast<size_t>(n);
+  }
+  return result;
+}
+
 void World::stop_background(const std::string& reason) noexcept {
   if (!background_ || is_inherited()) return;
   if (background_->is_idle()) return;
@@ -108,10 +139,10 @@ void World::leave() noexcept {
 std::vector<std::unique_ptr<World>> make_local_worlds(int size, const CpuDeviceOptions& device,
                                                       std::chrono::milliseconds timeout) {
   const std::vector<std::string> hosts(static_cast<size_t>(std::max(size, 0)), "localhost");
+  const auto store = std::make_shared<MemoryStore>();
   std::vector<std::unique_ptr<World>> worlds;
   for (std::unique_ptr<Communicator>& communicator : make_local_communicators(size, {.timeout = timeout}))
-    worlds.push_back(
-        std::make_unique<World>(nullptr, make_cpu_device(device), std::move(communicator), hosts));
+    worlds.push_back(std::make_unique<World>(store, make_cpu_device(device), std::move(communicator), hosts));
   return worlds;
 }
 
@@ -125,7 +156,7 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
                                                                 .job_id = options.job_id});
   const CommOptions comm{.timeout = options.timeout, .journal = journal};
   if (options.size == 1)
-    return std::make_unique<World>(nullptr, make_cpu_device(options.device),
+    return std::make_unique<World>(std::make_shared<MemoryStore>(), make_cpu_device(options.device),
                                    std::move(make_local_communicators(1, comm).front()),
                                    std::vector<std::string>{"localhost"}, journal);
   const Isa best =

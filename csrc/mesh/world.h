@@ -42,7 +42,7 @@ struct WorldOptions {
 // This rank, its device, and the group of all ranks. Single owner; outlives meshes and engines.
 class World {
  public:
-  World(std::unique_ptr<Store> store, std::unique_ptr<Device> device,
+  World(std::shared_ptr<Store> store, std::unique_ptr<Device> device,
         std::unique_ptr<Communicator> communicator, std::vector<std::string> hosts,
         std::shared_ptr<Journal> journal = nullptr)
       : store_(std::move(store)),
@@ -60,6 +60,11 @@ class World {
   int size() const { return communicator_->size(); }
   Device& device() const { return *device_; }
   Communicator& communicator() const { return *communicator_; }
+  // What the ranks tell each other outside of collectives, from any thread. Keys begin with the name of the
+  // module that uses them.
+  Store& store() const { return *store_; }
+  // Every rank's `own`, by rank. Collective, on the background stream; `what` is named in errors.
+  std::vector<std::string> all_gather_bytes(const std::string& own, const std::string& what);
   // For collectives beside the host's thread; made at the first call, which one thread makes at a time.
   Stream& background();
   // Whether a fork of the world's process looks at it, which must neither use nor destroy it: its threads are
@@ -80,7 +85,7 @@ class World {
   const std::vector<std::string>& hosts() const { return hosts_; }
 
  private:
-  std::unique_ptr<Store> store_;  // rank 0 serves it until the world ends
+  std::shared_ptr<Store> store_;  // rank 0 serves it until the world ends
   std::shared_ptr<Journal> journal_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Communicator> communicator_;

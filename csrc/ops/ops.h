@@ -107,27 +107,5 @@ void exact_sum(Stream& stream, const Tensor& x, const Tensor& limbs);
 // Adds x[i]^2: blocks of kNormBlock elements are summed in fp64 in a fixed order, blocks exactly.
 inline constexpr int64_t kNormBlock = 1024;
 void exact_sum_squares(Stream& stream, const Tensor& x, const Tensor& limbs);
-// scale (one fp32 element) = norm > max_norm ? max_norm / norm : 1 with norm = sqrt(value of limbs);
-// max_norm <= 0 means no limit. A norm that is not finite gives NaN, which makes the optimizer
-// leave everything as it is.
-void clip_scale(Stream& stream, const Tensor& sum_squares_limbs, float max_norm, const Tensor& scale);
-
-// ---- optimizer rules --------------------------------------------------------------------------------
-struct AdamWOptions {
-  double lr, beta1, beta2, eps, weight_decay;
-  int64_t step;  // 1 for the first update: bias correction
-};
-// Decoupled weight decay (Loshchilov & Hutter 2019), in place: with g = grad * scale[0],
-// m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*g*g; p -= lr*(mhat/(sqrt(vhat)+eps) + decay*p).
-// All tensors have the same length, scale has one element. scale NaN: nothing changes.
-void adamw(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& m, const Tensor& v,
-           const Tensor& scale, const AdamWOptions& options);
-struct SgdOptions {
-  double lr, momentum, weight_decay;
-  bool first_step;  // momentum buffer starts as g
-};
-// b = momentum*b + g; p -= lr*(b + decay*p), decoupled decay. `buffer` may be undefined when momentum is 0.
-void sgd(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& buffer, const Tensor& scale,
-         const SgdOptions& options);
 
 }  // namespace polyreme

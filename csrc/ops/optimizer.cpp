@@ -2,9 +2,10 @@
 
 #include "ops/check.h"
 #include "ops/cpu/enqueue.h"
+#include "ops/cpu/exact.h"
 #include "ops/cpu/kernels/optimizer.h"
 #include "ops/cpu/ranges.h"
-#include "ops/ops.h"
+#include "ops/update.h"
 
 namespace polyreme {
 namespace {
@@ -40,51 +41,71 @@ double integer_power(double base, int64_t exponent) {
   return result;
 }
 
+// A launch over ranges of a rule's arguments, which nothing happens to while scale is NaN.
+template <typename Args, typename Kernel>
+void enqueue_rule(Stream& stream, const char* op, std::vector<Access> accesses, const Args& args, int64_t n,
+                  const Tensor& scale, Kernel* avx2, Kernel* avx512) {
+  const float* const scale_value = scale.address<float>();
+  accesses.push_back(reads(scale));
+  as_cpu(stream).enqueue({op, OpKind::kOptimizer}, std::move(accesses), [=](const CpuContext& context) {
+    if (std::isnan(*scale_value)) return;
+    Args now = args;
+    now.scale = *scale_value;
+    Kernel* const kernel = pick(context.isa, avx2, avx512);
+    for_ranges(context.pool, n, kGrain, [&](int64_t begin, int64_t end) { kernel(now, begin, end); });
+  });
+}
+
+void check_moments(const char* op, const Tensor& param, const Tensor& grad, const Tensor& m, const Tensor& v,
+                   const AdamWOptions& options) {
+  check_dense({op, "param"}, param);
+  if (grad.defined()) {
+    check_state({op, "grad"}, grad, param);
+    check_apart({op, "m"}, m, grad);
+    check_apart({op, "v"}, v, grad);
+  }
+  check_state({op, "m"}, m, param);
+  check_state({op, "v"}, v, param);
+  check_apart({op, "v"}, v, m);
+  check_number(op, "lr", options.lr);
+  check_fraction(op, "beta1", options.beta1);
+  check_fraction(op, "beta2", options.beta2);
+  check_number(op, "eps", options.eps);
+  check_number(op, "weight_decay", options.weight_decay);
+  require(options.step >= 1, op, ": step: expected 1 or more, got ", options.step);
+}
+
+// What AdamW and LAMB share; lr and decay are left to them.
+cpu::AdamWArgs moment_args(const Tensor& param, const Tensor& grad, const Tensor& m, const Tensor& v,
+                           const AdamWOptions& options) {
+  return {.param = param.address<float>(),
+          .grad = grad.defined() ? grad.address<float>() : nullptr,
+          .m = m.address<float>(),
+          .v = v.address<float>(),
+          .scale = 1.0f,  // read when the operation runs
+          .new_m = static_cast<float>(1.0 - options.beta1),
+          .keep_v = static_cast<float>(options.beta2),
+          .new_v = static_cast<float>(1.0 - options.beta2),
+          .sqrt_bias2 = static_cast<float>(std::sqrt(1.0 - integer_power(options.beta2, options.step))),
+          .eps = static_cast<float>(options.eps),
+          .step_size = static_cast<float>(1.0 / (1.0 - integer_power(options.beta1, options.step))),
+          .decay = 0.0f};
+}
+
 }  // namespace
 
 void adamw(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& m, const Tensor& v,
            const Tensor& scale, const AdamWOptions& options) {
   constexpr const char* kOp = "adamw";
-  check_dense({kOp, "param"}, param);
-  check_state({kOp, "grad"}, grad, param);
-  check_state({kOp, "m"}, m, param);
-  check_state({kOp, "v"}, v, param);
-  check_apart({kOp, "m"}, m, grad);
-  check_apart({kOp, "v"}, v, grad);
-  check_apart({kOp, "v"}, v, m);
+  check_dense({kOp, "grad"}, grad, param.shape());
+  check_moments(kOp, param, grad, m, v, options);
   check_scale(kOp, scale);
-  check_number(kOp, "lr", options.lr);
-  check_fraction(kOp, "beta1", options.beta1);
-  check_fraction(kOp, "beta2", options.beta2);
-  check_number(kOp, "eps", options.eps);
-  check_number(kOp, "weight_decay", options.weight_decay);
-  require(options.step >= 1, kOp, ": step: expected 1 or more, got ", options.step);
-
-  const double beta1 = options.beta1, beta2 = options.beta2;
-  cpu::AdamWArgs args = {
-      .param = param.address<float>(),
-      .grad = grad.address<float>(),
-      .m = m.address<float>(),
-      .v = v.address<float>(),
-      .scale = 1.0f,  // read when the operation runs
-      .new_m = static_cast<float>(1.0 - beta1),
-      .keep_v = static_cast<float>(beta2),
-      .new_v = static_cast<float>(1.0 - beta2),
-      .sqrt_bias2 = static_cast<float>(std::sqrt(1.0 - integer_power(beta2, options.step))),
-      .eps = static_cast<float>(options.eps),
-      .step_size = static_cast<float>(options.lr / (1.0 - integer_power(beta1, options.step))),
-      .decay = weight_decay_factor(options.lr, options.weight_decay)};
-  const float* const scale_value = scale.address<float>();
-  as_cpu(stream).enqueue(
-      {kOp, OpKind::kOptimizer},
-      {reads(grad), reads(scale), reads(param), writes(param), reads(m), writes(m), reads(v), writes(v)},
-      [=, n = param.numel()](const CpuContext& context) {
-        if (std::isnan(*scale_value)) return;
-        cpu::AdamWArgs now = args;
-        now.scale = *scale_value;
-        const auto kernel = pick(context.isa, cpu::avx2::adamw, cpu::avx512::adamw);
-        for_ranges(context.pool, n, kGrain, [&](int64_t begin, int64_t end) { kernel(now, begin, end); });
-      });
+  cpu::AdamWArgs args = moment_args(param, grad, m, v, options);
+  args.step_size = static_cast<float>(options.lr / (1.0 - integer_power(options.beta1, options.step)));
+  args.decay = weight_decay_factor(options.lr, options.weight_decay);
+  enqueue_rule(stream, kOp,
+               {reads(grad), reads(param), writes(param), reads(m), writes(m), reads(v), writes(v)}, args,
+               param.numel(), scale, cpu::avx2::adamw, cpu::avx512::adamw);
 }
 
 void sgd(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& buffer, const Tensor& scale,
@@ -96,7 +117,7 @@ void sgd(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& 
   check_number(kOp, "lr", options.lr);
   check_fraction(kOp, "momentum", options.momentum);
   check_number(kOp, "weight_decay", options.weight_decay);
-  std::vector<Access> accesses = {reads(grad), reads(scale), reads(param), writes(param)};
+  std::vector<Access> accesses = {reads(grad), reads(param), writes(param)};
   const bool has_buffer = options.momentum != 0.0;
   if (has_buffer) {
     check_state({kOp, "buffer"}, buffer, param);
@@ -113,14 +134,87 @@ void sgd(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& 
                              .lr = static_cast<float>(options.lr),
                              .decay = weight_decay_factor(options.lr, options.weight_decay),
                              .first_step = options.first_step};
+  enqueue_rule(stream, kOp, std::move(accesses), args, param.numel(), scale, cpu::avx2::sgd,
+               cpu::avx512::sgd);
+}
+
+void lion(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& m, const Tensor& scale,
+          const LionOptions& options) {
+  constexpr const char* kOp = "lion";
+  check_dense({kOp, "param"}, param);
+  check_state({kOp, "grad"}, grad, param);
+  check_state({kOp, "m"}, m, param);
+  check_apart({kOp, "m"}, m, grad);
+  check_scale(kOp, scale);
+  check_number(kOp, "lr", options.lr);
+  check_fraction(kOp, "beta1", options.beta1);
+  check_fraction(kOp, "beta2", options.beta2);
+  check_number(kOp, "weight_decay", options.weight_decay);
+  const cpu::LionArgs args = {.param = param.address<float>(),
+                              .grad = grad.address<float>(),
+                              .m = m.address<float>(),
+                              .scale = 1.0f,  // read when the operation runs
+                              .new_u = static_cast<float>(1.0 - options.beta1),
+                              .new_m = static_cast<float>(1.0 - options.beta2),
+                              .lr = static_cast<float>(options.lr),
+                              .decay = weight_decay_factor(options.lr, options.weight_decay)};
+  enqueue_rule(stream, kOp, {reads(grad), reads(param), writes(param), reads(m), writes(m)}, args,
+               param.numel(), scale, cpu::avx2::lion, cpu::avx512::lion);
+}
+
+void lamb_moments(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& m, const Tensor& v,
+                  const Tensor& scale, const AdamWOptions& options, const Tensor& sums) {
+  constexpr const char* kOp = "lamb_moments";
+  check_dense({kOp, "grad"}, grad, param.shape());
+  check_moments(kOp, param, grad, m, v, options);
+  check_scale(kOp, scale);
+  check_dense({kOp, "sums"}, sums, {2, ExactSum::kLimbs}, DType::kI64);
+  const cpu::AdamWArgs args = moment_args(param, grad, m, v, options);
   const float* const scale_value = scale.address<float>();
+  int64_t* const limbs = sums.address<int64_t>();
   as_cpu(stream).enqueue(
-      {kOp, OpKind::kOptimizer}, std::move(accesses), [=, n = param.numel()](const CpuContext& context) {
+      {kOp, OpKind::kOptimizer},
+      {reads(grad), reads(scale), reads(param), reads(m), writes(m), reads(v), writes(v), reads(sums),
+       writes(sums)},
+      [=, decay = static_cast<float>(options.weight_decay), n = param.numel()](const CpuContext& context) {
         if (std::isnan(*scale_value)) return;
-        cpu::SgdArgs now = args;
+        cpu::AdamWArgs now = args;
         now.scale = *scale_value;
-        const auto kernel = pick(context.isa, cpu::avx2::sgd, cpu::avx512::sgd);
-        for_ranges(context.pool, n, kGrain, [&](int64_t begin, int64_t end) { kernel(now, begin, end); });
+        const auto kernel = pick(context.isa, cpu::avx2::lamb_moments, cpu::avx512::lamb_moments);
+        add_exactly<2>(context.pool, ceil_div(n, kNormBlock), kGrain / kNormBlock, limbs,
+                       [&](std::array<ExactSum, 2>& piece, int64_t first_block, int64_t end_block) {
+                         for (int64_t block = first_block; block < end_block; ++block) {
+                           const int64_t begin = block * kNormBlock;
+                           double squares[2];
+                           kernel(now, decay, begin, std::min(begin + kNormBlock, n), squares);
+                           piece[0].add(squares[0]);
+                           piece[1].add(squares[1]);
+                         }
+                       });
+      });
+}
+
+void lamb_apply(Stream& stream, const Tensor& param, const Tensor& m, const Tensor& v, const Tensor& sums,
+                const Tensor& scale, const AdamWOptions& options) {
+  constexpr const char* kOp = "lamb_apply";
+  check_moments(kOp, param, {}, m, v, options);
+  check_scale(kOp, scale);
+  check_dense({kOp, "sums"}, sums, {2, ExactSum::kLimbs}, DType::kI64);
+  const cpu::AdamWArgs args = moment_args(param, {}, m, v, options);
+  const float* const scale_value = scale.address<float>();
+  const int64_t* const limbs = sums.address<int64_t>();
+  as_cpu(stream).enqueue(
+      {kOp, OpKind::kOptimizer}, {reads(scale), reads(param), writes(param), reads(m), reads(v), reads(sums)},
+      [=, decay = static_cast<float>(options.weight_decay), lr = options.lr,
+       n = param.numel()](const CpuContext& context) {
+        if (std::isnan(*scale_value)) return;
+        const double weight_norm = std::sqrt(load_sum(limbs).value());
+        const double direction_norm = std::sqrt(load_sum(limbs + ExactSum::kLimbs).value());
+        const double ratio = weight_norm > 0 && direction_norm > 0 ? weight_norm / direction_norm : 1.0;
+        const auto kernel = pick(context.isa, cpu::avx2::lamb_apply, cpu::avx512::lamb_apply);
+        for_ranges(context.pool, n, kGrain, [&](int64_t begin, int64_t end) {
+          kernel(args, decay, static_cast<float>(lr * ratio), begin, end);
+        });
       });
 }
 

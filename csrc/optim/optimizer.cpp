@@ -1,129 +1,103 @@
 #include "optim/optimizer.h"
 
-#include <algorithm>
-#include <cmath>
-
-#include "ops/ops.h"
+#include "ops/update.h"
+#include "optim/rule_base.h"
 
 namespace polyreme {
 namespace {
 
-// Neighbouring parameters of a unit with one weight decay: what one launch updates. Relative to the shard's
-// slice of the unit.
-struct DecayRun {
-  int unit;
-  int64_t begin, end;
-  int64_t shard_begin;  // in the shard
-  double weight_decay;
-};
-
-std::vector<DecayRun> decay_runs(const ShardMap& map, int64_t shard,
-                                 const std::vector<double>& weight_decay) {
-  require(weight_decay.size() == static_cast<size_t>(map.num_params()), "weight_decay has ",
-          weight_decay.size(), " entries for ", map.num_params(), " parameters");
-  for (size_t i = 0; i < weight_decay.size(); ++i)
-    require(weight_decay[i] >= 0 && std::isfinite(weight_decay[i]), "weight_decay of parameter ", i, " is ",
-            weight_decay[i], "; expected a finite number, 0 or more");
-  std::vector<DecayRun> runs;
-  for (const ShardMap::Piece& piece : map.pieces(shard)) {
-    const int unit = map.unit_of(piece.param);
-    const double decay = weight_decay[static_cast<size_t>(piece.param)];
-    const int64_t end = piece.unit_shard_begin + piece.size;
-    // The gap between two parameters is zero, and an update leaves it so.
-    if (!runs.empty() && runs.back().unit == unit && runs.back().weight_decay == decay)
-      runs.back().end = end;
-    else
-      runs.push_back({unit, piece.unit_shard_begin, end, piece.shard_begin, decay});
-  }
-  return runs;
-}
-
-// The run's part of the unit's slice, and of a state tensor.
-Tensor part_of(const DecayRun& run, std::span<const Tensor> slices) {
-  return slices[static_cast<size_t>(run.unit)].slice(0, run.begin, run.end);
-}
-Tensor part_of(const DecayRun& run, const Tensor& state) {
-  return state.slice(0, run.shard_begin, run.shard_begin + run.end - run.begin);
-}
-
-Tensor zeros(Stream& stream, const ShardMap& map, const char* label) {
-  Tensor flat = empty(stream.device(), DType::kF32, {map.shard_elements()}, label);
-  fill(stream, flat, 0.0f);
-  return flat;
-}
-
-class AdamW final : public Optimizer {
+class AdamW final : public RuleBase {
  public:
   AdamW(Stream& stream, const ShardMap& map, int64_t shard, const OptimizerOptions& options)
-      : runs_(decay_runs(map, shard, options.weight_decay)), options_(options) {
-    require(options.beta1 >= 0 && options.beta1 < 1 && options.beta2 >= 0 && options.beta2 < 1,
-            "AdamW: betas (", options.beta1, ", ", options.beta2, "); expected 0 <= beta < 1");
-    // The update computes with fp32: an eps that is 0 there would divide the zeros of the gaps by zero.
-    const auto eps = static_cast<float>(options.eps);
-    require(eps > 0 && std::isfinite(eps), "AdamW: eps=", options.eps,
-            "; expected more than 0, and finite, in fp32");
-    m_ = zeros(stream, map, "adamw exp_avg");
-    v_ = zeros(stream, map, "adamw exp_avg_sq");
+      : RuleBase(map, shard, options), m_(add_state(stream, "exp_avg")), v_(add_state(stream, "exp_avg_sq")) {
+    check_betas("AdamW", options);
+    check_eps("AdamW", options);
   }
 
   void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
-            const Tensor& scale, double lr, int64_t step) override {
-    for (const DecayRun& run : runs_) {
-      adamw(stream, part_of(run, weights), part_of(run, grads), part_of(run, m_), part_of(run, v_), scale,
-            {.lr = lr,
-             .beta1 = options_.beta1,
-             .beta2 = options_.beta2,
-             .eps = options_.eps,
+            const OptimizerStep& step) override {
+    for (const Run& run : runs(step))
+      adamw(stream, run.part(weights), run.part(grads), run.part(m_), run.part(v_), step.scale,
+            {.lr = run.lr,
+             .beta1 = options().beta1,
+             .beta2 = options().beta2,
+             .eps = options().eps,
              .weight_decay = run.weight_decay,
-             .step = step});
-    }
-  }
-
-  std::vector<std::pair<std::string, Tensor>> state() const override {
-    return {{"exp_avg", m_}, {"exp_avg_sq", v_}};
+             .step = run.step});
   }
 
  private:
-  std::vector<DecayRun> runs_;
-  OptimizerOptions options_;
-  Tensor m_, v_;
+  const std::vector<Tensor>& m_;
+  const std::vector<Tensor>& v_;
 };
 
-class Sgd final : public Optimizer {
+class Sgd final : public RuleBase {
  public:
   Sgd(Stream& stream, const ShardMap& map, int64_t shard, const OptimizerOptions& options)
-      : runs_(decay_runs(map, shard, options.weight_decay)), momentum_(options.momentum) {
-    require(momentum_ >= 0 && momentum_ < 1, "SGD: momentum=", momentum_, "; expected 0 <= momentum < 1");
-    if (momentum_ > 0) buffer_ = zeros(stream, map, "sgd momentum");
+      : RuleBase(map, shard, options) {
+    check_momentum("SGD", options);
+    if (options.momentum > 0) buffer_ = &add_state(stream, "momentum");
   }
 
   void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
-            const Tensor& scale, double lr, int64_t step) override {
-    for (const DecayRun& run : runs_) {
-      sgd(stream, part_of(run, weights), part_of(run, grads),
-          buffer_.defined() ? part_of(run, buffer_) : Tensor(), scale,
-          {.lr = lr, .momentum = momentum_, .weight_decay = run.weight_decay, .first_step = step == 1});
-    }
-  }
-
-  std::vector<std::pair<std::string, Tensor>> state() const override {
-    if (!buffer_.defined()) return {};
-    return {{"momentum", buffer_}};
+            const OptimizerStep& step) override {
+    for (const Run& run : runs(step))
+      sgd(stream, run.part(weights), run.part(grads), buffer_ ? run.part(*buffer_) : Tensor(), step.scale,
+          {.lr = run.lr,
+           .momentum = options().momentum,
+           .weight_decay = run.weight_decay,
+           .first_step = run.step == 1});
   }
 
  private:
-  std::vector<DecayRun> runs_;
-  double momentum_;
-  Tensor buffer_;
+  const std::vector<Tensor>* buffer_ = nullptr;
+};
+
+class Lion final : public RuleBase {
+ public:
+  Lion(Stream& stream, const ShardMap& map, int64_t shard, const OptimizerOptions& options)
+      : RuleBase(map, shard, options), m_(add_state(stream, "exp_avg")) {
+    check_betas("Lion", options);
+  }
+
+  void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
+            const OptimizerStep& step) override {
+    for (const Run& run : runs(step))
+      lion(stream, run.part(weights), run.part(grads), run.part(m_), step.scale,
+           {.lr = run.lr,
+            .beta1 = options().beta1,
+            .beta2 = options().beta2,
+            .weight_decay = run.weight_decay});
+  }
+
+ private:
+  const std::vector<Tensor>& m_;
 };
 
 }  // namespace
 
 std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const ShardMap& map, int64_t shard,
-                                          const OptimizerOptions& options) {
+                                          Communicator* shard_group, const OptimizerOptions& options) {
+  require(map.num_shards() == 1 || shard_group != nullptr, "an optimizer of ", map.num_shards(),
+          " shards needs the group of the ranks that hold them");
   if (options.rule == "adamw") return std::make_unique<AdamW>(stream, map, shard, options);
   if (options.rule == "sgd") return std::make_unique<Sgd>(stream, map, shard, options);
-  throw InvalidArgument(concat("unknown optimizer rule '", options.rule, "'; expected adamw or sgd"));
+  if (options.rule == "lion") return std::make_unique<Lion>(stream, map, shard, options);
+  if (options.rule == "lamb") return make_lamb(stream, map, shard, shard_group, options);
+  if (options.rule == "muon") return make_muon(stream, map, shard, shard_group, options);
+  throw InvalidArgument(
+      concat("unknown optimizer rule '", options.rule, "'; expected adamw, sgd, lion, lamb or muon"));
+}
+
+std::vector<int> state_groups(std::span<const ParamSpec> specs, const OptimizerOptions& options) {
+  std::vector<int> groups;
+  for (size_t i = 0; i < specs.size(); ++i) {
+    const bool frozen = !options.trainable.empty() && options.trainable[i] == 0;
+    const bool matrix =
+        options.rule == "muon" && is_muon_matrix(options, static_cast<int>(i), specs[i].padded_shape);
+    groups.push_back(frozen ? 2 : (matrix ? 1 : 0));
+  }
+  return groups;
 }
 
 }  // namespace polyreme

@@ -3,39 +3,79 @@
 #include <memory>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "comm/communicator.h"
 #include "optim/shard_map.h"
 
 namespace polyreme {
 
-// Which rule, and its constants. The learning rate comes with every step.
+// Which rule, and its constants. Lists are per parameter, in order of declaration; an empty one is the
+// default.
 struct OptimizerOptions {
-  std::string rule = "adamw";  // or "sgd"
-  double beta1 = 0.9;          // adamw
+  // "adamw", "sgd", "lion", "lamb" (You et al. 2020: parameters without weight decay take AdamW's step, as
+  // those who use it do) or "muon" (Jordan et al. 2024, with the step size of Liu et al. 2025, so that one lr
+  // suits both parts: matrices are orthogonalized, all else takes AdamW).
+  std::string rule = "adamw";
+  double beta1 = 0.9;  // all but sgd
   double beta2 = 0.999;
   double eps = 1e-8;
-  double momentum = 0.0;             // sgd
-  std::vector<double> weight_decay;  // per parameter, in order of declaration
+  double momentum = 0.0;              // sgd, muon
+  std::vector<double> weight_decay;   // never empty
+  std::vector<double> lr_multiplier;  // default: 1
+  std::vector<uint8_t> trainable;     // 0: never updated, and no state
+  std::vector<uint8_t> elementwise;   // muon: 1 takes AdamW; default: what has other than two dims
 };
 
-// An update rule over the slices of one shard, with its state.
+struct OptimizerStep {
+  double lr = 0;
+  Tensor scale;  // one fp32 element, multiplies the gradients; where it is NaN nothing changes
+  // Per parameter: whether it takes part. One that does not is left entirely as it is, its state too.
+  // Empty: all do.
+  std::span<const uint8_t> has_grad = {};
+};
+
+// One kind of state: for every unit the shard's slice; undefined where no parameter of the unit has such
+// state.
+struct OptimizerState {
+  std::string name;  // "exp_avg", "exp_avg_sq", "momentum"
+  std::vector<Tensor> slices;
+};
+
+// An update rule over the slices of one shard, with its state. The bits of the result depend neither on the
+// units nor on the number of shards.
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
   // One update of `weights` in place with gradients scale[0] * `grads`: the shard's slice of every unit, in
-  // order of the units. `step` counts applied updates from 1. A scale of NaN leaves weights and state as
-  // they are.
+  // order of the units; a grad may be undefined where no parameter of the unit takes part. Collective over
+  // the shard group for lamb and muon.
   virtual void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
-                    const Tensor& scale, double lr, int64_t step) = 0;
-  // State tensors [shard_elements()], by name ("exp_avg", "exp_avg_sq"; "momentum").
-  virtual std::vector<std::pair<std::string, Tensor>> state() const = 0;
+                    const OptimizerStep& step) = 0;
+  virtual const std::vector<OptimizerState>& state() const = 0;
+
+  // How many updates each parameter has had: what bias correction counts. They advance by `applied`, which is
+  // called when a step is known to have been applied.
+  const std::vector<int64_t>& updates() const { return updates_; }
+  void applied(std::span<const uint8_t> has_grad = {});
+  // Throws InvalidArgument for another number of parameters or a negative count.
+  void set_updates(std::vector<int64_t> updates);
+
+ protected:
+  explicit Optimizer(int num_params) : updates_(static_cast<size_t>(num_params), 0) {}
+
+ private:
+  std::vector<int64_t> updates_;
 };
 
-// Updates shard `shard` of the map and has state for it alone. State starts at zero on `stream`. Throws
-// InvalidArgument for an unknown rule or constants out of range.
+// Updates shard `shard` of the map and has state for it alone, zero at first. `shard_group`: the ranks that
+// hold the other shards, in order; null where there is one shard. Throws InvalidArgument for an unknown rule
+// or constants out of range, naming them.
 std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const ShardMap& map, int64_t shard,
-                                          const OptimizerOptions& options);
+                                          Communicator* shard_group, const OptimizerOptions& options);
+
+// Parameters of different groups should not share a unit (UnitOptions::group_of_param): then no state is kept
+// for parameters that need none.
+std::vector<int> state_groups(std::span<const ParamSpec> specs, const OptimizerOptions& options);
 
 }  // namespace polyreme

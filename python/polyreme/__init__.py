@@ -10,9 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import data, errors, lr, models, schedule, testing
+    from . import checkpoint, data, errors, lr, models, schedule, testing
     from ._core import __version__
+    from .checkpoint import Checkpointer
     from .errors import (
+        CheckpointCorrupt,
+        CheckpointError,
         CollectiveMismatch,
         CommError,
         DeviceError,
@@ -31,10 +34,14 @@ if TYPE_CHECKING:
     from .progress import Progress
     from .trainer import StepStats, Trainer
     from .world import Lanes, World, init
+    from .zero import Zero
 
 __all__ = [
     "SGD",
     "AdamW",
+    "CheckpointCorrupt",
+    "CheckpointError",
+    "Checkpointer",
     "CollectiveMismatch",
     "CommError",
     "DeviceError",
@@ -51,7 +58,9 @@ __all__ = [
     "Timeout",
     "Trainer",
     "World",
+    "Zero",
     "__version__",
+    "checkpoint",
     "data",
     "errors",
     "generate",
@@ -67,13 +76,15 @@ _MODULE_OF = {
     **dict.fromkeys(("SGD", "AdamW"), "optim"),
     **dict.fromkeys(("StepStats", "Trainer"), "trainer"),
     **dict.fromkeys(("Lanes", "World", "init"), "world"),
+    "Checkpointer": "checkpoint",
     "Mesh": "mesh",
     "Progress": "progress",
+    "Zero": "zero",
     "__version__": "_core",
     "generate": "generation",
     "measure_peak_flops": "gemm_rate",
 }
-_SUBMODULES = ("data", "errors", "lr", "models", "schedule", "testing")
+_SUBMODULES = ("checkpoint", "data", "errors", "lr", "models", "schedule", "testing")
 
 
 def __getattr__(name: str) -> Any:

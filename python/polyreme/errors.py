@@ -7,6 +7,8 @@ ranks it also names the group, the ranks, their hosts and process ids.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointCorrupt",
+    "CheckpointError",
     "CollectiveMismatch",
     "CommError",
     "DeviceError",
@@ -58,3 +60,11 @@ class Timeout(CommError, TimeoutError):
 
 class CollectiveMismatch(CommError):
     """Ranks called different collectives. No user memory was written."""
+
+
+class CheckpointError(Error):
+    """A checkpoint could not be written or read; the message names rank, path and reason."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A checkpoint is not what was written: truncated, damaged, or made by somebody else."""

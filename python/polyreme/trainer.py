@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -11,6 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _core, optim
+from .checkpoint import Checkpointer, Restored
+from .checkpoint.training import TrainerState
 from .checks import MAX_SEED, check_int, check_number, check_type
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
@@ -18,6 +21,7 @@ from .mesh import Mesh
 from .models import GPT
 from .verification import StepRecorder
 from .world import Lanes
+from .zero import Zero
 
 __all__ = ["StepStats", "Trainer"]
 
@@ -62,8 +66,10 @@ class Trainer:
         clip_norm: limit of the gradient's 2-norm, or None.
         lanes: where sums may be cut (see Lanes); equal lanes, equal bits on every layout.
         seed: initial weights, dropout and the order of samples.
-        zero: 0: every rank keeps everything. 1: every rank of dp keeps and updates a shard of the optimizer
-            state; 8 / dp instead of 8 bytes per parameter with AdamW, the same traffic, the same bits.
+        zero: what the ranks of dp divide among them (see Zero), the same bits in every stage. 0: nothing. 1: the
+            optimizer state; 8 / dp instead of 8 bytes per parameter with AdamW, the same traffic. 2: gradients
+            too; 4 / dp instead of 4 bytes per parameter. 3: weights too; again 4 / dp instead of 4, half as
+            much traffic again. A `Zero` has options such as the size of buckets and hybrid sharding.
         precision: "fp32" in this version.
 
     Raises:
@@ -82,7 +88,7 @@ class Trainer:
         clip_norm: float | None = None,
         lanes: Lanes | None = None,
         seed: int = 0,
-        zero: int = 0,
+        zero: int | Zero = 0,
         precision: str = "fp32",
     ) -> None:
         check_type("model", model, GPT, "a polyreme.models.GPT")
@@ -96,9 +102,8 @@ class Trainer:
         check_type("optimizer", optimizer, optim.Optimizer, "a polyreme.AdamW or polyreme.SGD")
         if lanes is not None:
             check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")
-        zero = check_int("zero", zero, 0)
-        if zero > 1:
-            raise NotAvailable(f"zero={zero}: this version has ZeRO stages 0 and 1; use zero=1")
+        lanes = lanes or Lanes()
+        zero = Zero.of(zero)
         if precision != "fp32":
             raise NotAvailable(f"precision={precision!r}: this version computes in 'fp32'")
         global_batch = check_int("global_batch", global_batch, 1)
@@ -118,14 +123,21 @@ class Trainer:
             model._config(),
             global_batch=global_batch,
             micro_batch=micro_batch,
-            lanes_dp=(lanes or Lanes()).dp or 0,
+            lanes_dp=lanes.dp or 0,
             seed=seed,
             clip_norm=clip_norm or 0.0,
-            zero_stage=zero,
+            zero_stage=zero.stage,
+            shard_size=zero.shard_size or 0,
+            bucket_bytes=zero.bucket_bytes,
+            overlap=zero.overlap,
+            round_first=lanes.order == "round_first",
+            prefetch=zero.prefetch,
+            persist_below=zero.persist_below,
             weight_decay=optimizer.decay_of(model.param_specs()),
             **optimizer._constants(),
         )
-        self.lanes = Lanes(dp=self._engine.lanes_dp)
+        self.lanes = replace(lanes, dp=self._engine.lanes_dp)
+        self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints
         self._recorder = StepRecorder.from_environment(mesh.world.rank)
 
     # ---- steps ----
@@ -165,6 +177,7 @@ class Trainer:
         validation: TokenDataset | None = None,
         validate_every: int = 0,
         validation_samples: int | None = None,
+        checkpoints: Checkpointer | None = None,
     ) -> Iterator[StepStats]:
         """Trains until `steps` updates are made in all, yielding the stats of each.
 
@@ -174,6 +187,8 @@ class Trainer:
         Args:
             validation: evaluated every `validate_every` steps (0: never between) and after the last one.
             validation_samples: samples of one evaluation; default: all.
+            checkpoints: saves as it says, and after the last step. The place in the order of samples is part of
+                the checkpoint: it is the number of updates.
 
         Raises:
             InvalidArgument: data that does not fit the model, or has fewer samples than global_batch.
@@ -192,7 +207,10 @@ class Trainer:
                 f"fit: '{data.path}' has {data.num_samples} samples, fewer than global_batch={self.global_batch}:"
                 " samples would repeat inside a batch; use more text, a shorter seq_len or a smaller global_batch"
             )
-        return self._fit(data, steps, validation, validate_every, validation_samples)
+        if checkpoints is not None:
+            check_type("fit: checkpoints", checkpoints, Checkpointer, "a polyreme.Checkpointer, or None")
+        self._check_data_facts(data)
+        return self._fit(data, steps, validation, validate_every, validation_samples, checkpoints)
 
     def _fit(
         self,
@@ -201,6 +219,7 @@ class Trainer:
         validation: TokenDataset | None,
         validate_every: int,
         validation_samples: int | None,
+        checkpoints: Checkpointer | None,
     ) -> Iterator[StepStats]:
         order = _core.SampleOrder(data.num_samples, self.seed, True)
         while self.applied_steps < steps:
@@ -214,7 +233,43 @@ class Trainer:
                 stats = replace(
                     stats, validation_loss=self.evaluate(validation, num_samples=validation_samples)
                 )
+            if checkpoints is not None:
+                checkpoints._after_step(self, stats.step, last=stats.step == steps)
             yield stats
+
+    def resume(
+        self, checkpoints: Checkpointer, *, step: int | None = None, must_exist: bool = False
+    ) -> Restored | None:
+        """Goes on from a checkpoint, whatever layout has made it; None if there is none. Collective.
+
+        With the same lanes the run continues bit for bit as if it had never stopped: weights, optimizer,
+        learning rate, order of samples.
+
+        Args:
+            step: which; default: the newest that is complete and undamaged.
+            must_exist: having none is an error, instead of a warning and a fresh start.
+
+        Raises:
+            CheckpointError: it does not fit; names all that differs. Nothing has changed.
+        """
+        check_type("resume: checkpoints", checkpoints, Checkpointer, "a polyreme.Checkpointer")
+        if must_exist or step is not None:
+            return checkpoints.load(self, step=step)
+        return checkpoints._load(self, None, True, False)
+
+    def _checkpoint_state(self) -> TrainerState:
+        return TrainerState(self)
+
+    def _check_data_facts(self, data: TokenDataset) -> None:
+        facts = {"num_samples": data.num_samples, "seq_len": data.seq_len}
+        if self._data_facts not in (None, facts) and self.mesh.world.rank == 0:
+            logging.getLogger("polyreme").warning(
+                "fit: '%s' has %s; before this run had trained on %s: the order of samples is another one",
+                data.path,
+                facts,
+                self._data_facts,
+            )
+        self._data_facts = facts
 
     def evaluate(self, data: TokenDataset, *, num_samples: int | None = None) -> float:
         """Mean loss over the first `num_samples` samples (default: all), without dropout."""
@@ -254,11 +309,14 @@ class Trainer:
     # ---- looking inside ----
 
     def logits(self, tokens: ArrayLike) -> NDArray[np.float32]:
-        """Scores [num_samples, seq_len, vocab] of this rank's own tokens. Not collective."""
+        """Scores [num_samples, seq_len, vocab] of this rank's own tokens, which may be none.
+
+        Collective with zero=3, where the ranks gather weights together; local otherwise.
+        """
         return self._engine.logits(_token_array(tokens, "tokens"))
 
     def parameter(self, name: str) -> NDArray[np.float32]:
-        """A copy of a parameter."""
+        """A copy of a parameter. Collective with zero=3."""
         return self._engine.read_param(name, "weight")
 
     def set_parameter(self, name: str, values: ArrayLike) -> None:
@@ -276,12 +334,26 @@ class Trainer:
         self._engine.write_param(name, array)
 
     def gradient(self, name: str) -> NDArray[np.float32]:
-        """The gradient of the last step, over all ranks, before clipping. Collective with zero=1."""
+        """The gradient of the last step, over all ranks, before clipping. Collective unless zero=0."""
         return self._engine.read_param(name, "grad")
 
     def optimizer_state(self, name: str, kind: str) -> NDArray[np.float32]:
-        """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective with zero=1."""
+        """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective unless zero=0."""
         return self._engine.read_param(name, kind)
+
+    def memory(self, *, step: bool = False) -> dict[str, int]:
+        """Bytes of this rank by what they are for, computed from how parameters are divided; not collective.
+
+        Without `step`, what stays between steps: weights, gradients, tied gradients (of a tied parameter's
+        further uses), lane buffers (partial sums of a rank that has several lanes), moments. With it, also the
+        most that a step adds at once: gather window (zero=3), buckets (zero=2 and 3, gradients that are not
+        reduced yet). Activations and the communicators' staging are not among them.
+
+        Example:
+            >>> sum(trainer.memory().values()) / trainer.num_parameters  # doctest: +SKIP
+            16.1
+        """
+        return {name: size for name, size, stays in self._engine.memory() if stays or step}
 
     def parameter_names(self) -> list[str]:
         """The names of all parameters, in order."""

@@ -9,26 +9,35 @@ import time
 import weakref
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Literal
 
 from . import _core
 from .checks import MAX_THREADS, MAX_TIMEOUT_S, check_int, check_number, check_timeout, check_type
 from .environment import RankEnvironment, meet, read_rank_environment
-from .errors import NotAvailable
+from .errors import InvalidArgument, NotAvailable
 
 __all__ = ["Lanes", "World", "init"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """Where sums may be cut. Loss, norm and weights are equal for every layout with equal lanes.
+    """Where sums may be cut, and their order. Loss, norm and weights are equal for every layout with equal lanes.
 
     dp: lanes of the global batch; a power of two that dp divides, or dp itself (the default,
         None).
+    order: of the sum over micro-batches and lanes. "lane_first": a lane's micro-batches one after the other,
+        then the lanes; their size does not change the bits, but where a lane has several, ZeRO stages 2 and 3
+        hold the whole local gradient until the last lane ends. "round_first": the lanes' first micro-batches,
+        then their second ones, ...: every round is reduced to its shard at once, which takes the least memory
+        and more traffic, and the size of micro-batches is part of the order.
     """
 
     dp: int | None = None
+    order: Literal["lane_first", "round_first"] = "lane_first"
 
     def __post_init__(self) -> None:
+        if self.order not in ("lane_first", "round_first"):
+            raise InvalidArgument(f"Lanes: order={self.order!r}; expected 'lane_first' or 'round_first'")
         if self.dp is not None:
             dp = check_int("Lanes: dp", self.dp, 1, otherwise="None for the size of dp")
             object.__setattr__(self, "dp", dp)

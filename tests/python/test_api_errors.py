@@ -140,7 +140,8 @@ def test_configurations_are_frozen_and_have_keywords_only():
 @pytest.mark.parametrize(
     "options, error, words",
     [
-        ({"zero": 2}, pr.NotAvailable, ["zero=2", "zero=1"]),
+        ({"zero": 4}, pr.InvalidArgument, ["zero=4", "from 0 to 3"]),
+        ({"zero": "3"}, pr.InvalidArgument, ["zero='3'", "str", "polyreme.Zero"]),
         ({"precision": "bf16"}, pr.NotAvailable, ["precision='bf16'", "'fp32'"]),
         ({"global_batch": 0}, pr.InvalidArgument, ["global_batch=0", "at least 1"]),
         ({"global_batch": 8.0}, pr.InvalidArgument, ["global_batch=8.0", "integer"]),
@@ -212,6 +213,13 @@ def test_numbers_of_numpy_are_numbers(world):
         (lambda: pr.models.GPT(init_std=10**400), ["finite"]),
         (lambda: pr.models.GPT(tied=1), ["tied=1", "True or False"]),
         (lambda: pr.Lanes(dp=True), ["dp=True"]),
+        (lambda: pr.Lanes(order="rounds"), ["order='rounds'", "lane_first", "round_first"]),
+        (lambda: pr.Zero(stage=4), ["Zero: stage=4", "from 0 to 3"]),
+        (lambda: pr.Zero(stage=1, shard_size=0), ["shard_size=0", "None"]),
+        (lambda: pr.Zero(bucket_bytes=0), ["bucket_bytes=0", "at least 1"]),
+        (lambda: pr.Zero(overlap=1), ["overlap=1", "True or False"]),
+        (lambda: pr.Zero(prefetch=-1), ["prefetch=-1"]),
+        (lambda: pr.Zero(persist_below=0.5), ["persist_below=0.5", "float"]),
         (lambda: pr.AdamW(betas=0.9), ["betas=0.9", "two numbers"]),
         (lambda: pr.AdamW(betas=(0.9, "x")), ["'x'", "str"]),
         (lambda: pr.AdamW(eps=None), ["eps=None", "NoneType"]),
@@ -326,7 +334,7 @@ def test_values_of_another_shape(trainer):
 
 
 @pytest.mark.parametrize("optimizer", [pr.AdamW(lr=1e-2, weight_decay=0.1), pr.SGD(lr=1e-2, momentum=0.9)])
-@pytest.mark.parametrize("size, zero", [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("size, zero", [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_f57_a_step_that_is_not_finite_changes_nothing(size, zero, optimizer, bad):
     states = ("exp_avg", "exp_avg_sq") if isinstance(optimizer, pr.AdamW) else ("momentum",)

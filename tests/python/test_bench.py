@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import polyreme as pr
 import pytest
-from helpers import polyreme
-from polyreme.bench import gemm
+from helpers import HANG_S, polyreme, processes_with
+from polyreme.bench import gemm, step, torch_rivals
 from polyreme.bench.comm import bench_comm as run_bench_comm
 from polyreme.bench.comm import render_comm
+from polyreme.bench.contender import Contender
 from polyreme.bench.gemm import bench_gemm, render_gemm
 from polyreme.bench.mpi_rival import find_open_mpi
-from polyreme.bench.step import bench_step, render_step
-from polyreme.errors import NotAvailable
+from polyreme.bench.step import StepOptions, bench_step, render_step
+from polyreme.errors import Error, NotAvailable
 
 pytestmark = pytest.mark.mp
 
@@ -25,7 +27,8 @@ KINDS = {"gemm", "attention", "norm", "elementwise", "embedding", "loss", "optim
 
 
 def bench(kind, *options, size=SIZE):
-    done = polyreme("bench", kind, *size, "--json", *options)
+    # Importing PyTorch in several processes, and compiling, may take long.
+    done = polyreme("bench", kind, *size, "--json", *options, timeout=5 * HANG_S)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -58,7 +61,7 @@ def test_step_json():
     result = bench("step", "--batch", 2, "--steps", 2)
     run = result["runs"]["polyreme"]
     assert set(result["runs"]) == {"polyreme"}
-    assert len(run["seconds"]) == 2
+    assert len(run["seconds"]) == len(run["cpu_seconds"]) == 2
     assert len(run["loss"]) == 3
     assert set(run["breakdown_s"]) >= KINDS
     assert all(seconds > 0 for seconds in run["breakdown_s"].values())
@@ -86,6 +89,7 @@ def test_gemm_rivals_warm_up_before_every_timed_product(monkeypatch):
 def test_short_kinds_are_shown_with_their_digits():
     run = {
         "seconds": [1e-3],
+        "cpu_seconds": [1e-3],
         "loss": [4.0],
         "tokens_per_s": 1.0,
         "gflops": 1.0,
@@ -101,6 +105,9 @@ def test_short_kinds_are_shown_with_their_digits():
         "batch": 1,
         "micro_batch": 1,
         "threads": 1,
+        "ranks": 1,
+        "zero": 0,
+        "precision": "fp32",
         "sgemm_gflops": {},
         "runs": {"polyreme": run},
     }
@@ -108,9 +115,7 @@ def test_short_kinds_are_shown_with_their_digits():
 
 
 def test_step_without_the_recorder_has_no_breakdown():
-    result = bench_step(
-        MODEL, batch=1, micro_batch=1, threads=1, isa="auto", steps=1, against=[], record=False
-    )
+    result = bench_step(StepOptions(model=MODEL, batch=1, micro_batch=1, steps=1, record=False))
     assert result["runs"]["polyreme"]["breakdown_s"] == {}
     assert "polyreme" in "\n".join(render_step(result))
 
@@ -127,6 +132,80 @@ def test_step_against_torch_has_the_same_losses():
     assert result["speed_ratio"]["torch"] > 0
     assert result["memory_ratio"]["torch"] > 0
     assert set(result["sgemm_gflops"]) == {"polyreme", "torch"}
+
+
+def test_step_over_ranks_has_the_loss_of_one():
+    """Two ranks with a sample each see what one rank with both sees."""
+    whole = bench("step", "--batch", 2, "--steps", 1)["runs"]["polyreme"]
+    for zero in (0, 1):
+        parts = bench("step", "--batch", 1, "--steps", 1, "--ranks", 2, "--zero", zero)
+        assert parts["ranks"] == 2
+        run = parts["runs"]["polyreme"]
+        assert run["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+        assert "collective" in run["breakdown_s"]
+        assert run["peak_rss_bytes"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_step_against_data_parallel_torch():
+    import reference  # noqa: F401  (skips where PyTorch is missing)
+
+    rivals = ["torch-ddp", "torch-fsdp"]
+    if importlib.util.find_spec("deepspeed") is not None:
+        rivals.append("deepspeed")
+    more = ["--zero", 1, "--against", ",".join(rivals)]
+    result = bench("step", "--batch", 2, "--micro-batch", 1, "--steps", 2, *more)
+    assert result["ranks"] == 2
+    assert set(result["runs"]) == {"polyreme", *rivals}
+    for name in rivals:
+        assert result["runs"][name]["loss"] == pytest.approx(result["runs"]["polyreme"]["loss"], rel=1e-4)
+        assert result["speed_ratio"][name] > 0
+        assert result["memory_ratio"][name] > 0
+
+
+def test_other_mathematics_is_told(monkeypatch):
+    answers = {"polyreme": 4.0, "torch": 4.1}
+
+    class Fake:
+        def __init__(self, name, settings):
+            self.name = name
+
+        def ask(self, command):
+            return [{"loss": answers[self.name], "seconds": 1.0, "cpu_seconds": 1.0}]
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(step, "Contender", Fake)
+    monkeypatch.setattr(step, "check_rivals", lambda *args: None)
+    with pytest.raises(Error, match=r"first loss of torch is 4.100000, of polyreme 4.000000"):
+        bench_step(StepOptions(model=MODEL, against=("torch",)))
+
+
+def test_a_contender_that_dies_is_told_and_nothing_of_it_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("POLYREME_TEST_CONTENDER", str(tmp_path))
+    settings = {"ranks": 2, "threads": 1, "model": {}, "weights": str(tmp_path)}
+    with pytest.raises(Error, match=r"'polyreme' \(rank \d\) ended with exit code 1"):
+        Contender("polyreme", settings)
+    assert not processes_with("POLYREME_TEST_CONTENDER", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "against, missing, command",
+    [
+        ("torch-ddp", "torch", "pip install torch"),
+        ("deepspeed", "deepspeed", "DS_ACCELERATOR=cpu pip install deepspeed"),
+    ],
+)
+def test_missing_rivals_are_refused_with_what_installs_them(monkeypatch, against, missing, command):
+    monkeypatch.setattr(
+        torch_rivals.importlib.util, "find_spec", lambda name: None if name == missing else object()
+    )
+    with pytest.raises(NotAvailable) as caught:
+        StepOptions(model=MODEL, ranks=2, against=(against,))
+    assert f"--against {against}" in str(caught.value)
+    assert command in str(caught.value)
 
 
 def test_comm_json():
@@ -191,6 +270,9 @@ def test_comm_without_open_mpi(monkeypatch):
         ("step", ["--against", "jax"], ["--against jax", "torch"]),
         ("step", ["--batch", 2, "--micro-batch", 3], ["batch=2", "micro_batch=3"]),
         ("step", ["--steps", 0], ["steps=0"]),
+        ("step", ["--ranks", -1], ["ranks=-1", "at least 1"]),
+        ("step", ["--zero", 4], ["zero=4", "from 0 to 3"]),
+        ("step", ["--ranks", 2, "--against", "torch"], ["--against torch", "--ranks 2", "torch-ddp"]),
         ("comm", ["--ranks", 1], ["ranks=1", "2 ranks"]),
         ("comm", ["--sizes", "1k"], ["--sizes 1k", "bytes"]),
         ("comm", ["--against", "nccl"], ["--against nccl", "gloo, mpi"]),

@@ -28,7 +28,7 @@ def options(**changes):
 
 def turns_of(opts, seconds):
     """What turns of `seconds`(case, repeat) would have given."""
-    rest = {"peak_bytes": 1e6, "rss_bytes": 2e6, "collective_s": 0.1, "loss": 3.4}
+    rest = {"cpu_seconds": 0.9, "peak_bytes": 1e6, "rss_bytes": 2e6, "collective_s": 0.1, "loss": 3.4}
     return {
         case: [{"seconds": seconds(case, repeat), **rest} for repeat in range(opts.repeats)]
         for case in opts.cases()
@@ -53,7 +53,7 @@ def settings_of(opts):
 
 def test_cases_are_shared():
     opts = options(kinds=("weak", "strong"), zeros=(0, 1), batch=2)
-    plain = {"precision": "fp32", "sums": "ordered"}
+    plain = {"precision": "fp32", "sums": "ordered", "bucket_mib": 25, "overlap": True}
     cases = opts.cases()
     assert len(set(cases)) == len(cases)
     # One rank has nothing to shard; the largest size is the same in both kinds.
@@ -92,7 +92,9 @@ def test_ratio_of_a_later_series_to_the_first():
     assert rows[0, 4]["ratio"] == pytest.approx(1.0)
     assert rows[1, 4]["ratio"] == pytest.approx(0.5)
     text = "\n".join(render_scaling(settings_of(opts), list(rows.values())))
-    assert "zero=0 fp32 ordered takes 0.500 (0.500 to 0.500) of the time of zero=1 fp32 ordered" in text
+    assert (
+        "zero=0 fp32 ordered 25 MiB overlap takes 0.500 (0.500 to 0.500) of the time of zero=1 fp32" in text
+    )
     assert "more threads than CPUs at 4 ranks" in text
 
 
@@ -126,7 +128,7 @@ def test_the_picture_is_xml_with_every_point(repeats):
         assert 0 <= float(circle.get("cx")) <= width
         assert 0 <= float(circle.get("cy")) <= height
     texts = [element.text for element in root.findall(f"{SVG}text")]
-    assert "strong, zero=1, fp32, ordered" in texts
+    assert "strong, zero=1 fp32 ordered 25 MiB overlap" in texts
 
 
 def test_a_picture_of_one_size():
@@ -146,6 +148,7 @@ def check(records, *, sizes, kinds=("weak",), zeros=(0,), repeats=2):
     assert {turn["repeat"] for turn in turns} == set(range(repeats))
     for turn in turns:
         assert turn["seconds"] > 0
+        assert turn["cpu_seconds"] > 0
         assert turn["peak_bytes"] > 0
         assert turn["rss_bytes"] > turn["peak_bytes"]
         assert len(turn["step_seconds"]) == 1
@@ -163,6 +166,18 @@ def check(records, *, sizes, kinds=("weak",), zeros=(0,), repeats=2):
         assert row["efficiency_low"] <= row["efficiency"] <= row["efficiency_high"]
         assert row["tokens_per_s"] > 0
     return settings, rows
+
+
+@pytest.mark.mp
+def test_every_option_of_the_reduction_is_a_series():
+    more = ["--zero", "2,3", "--bucket-mib", "1,25", "--overlap", "on,off", "--repeats", 1]
+    done = polyreme("bench", "scaling", *TINY, "--sizes", "1,2", *more, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in json_lines(done.stdout) if row["record"] == "summary"]
+    assert len({row["label"] for row in rows}) == 8
+    assert len(rows) == 16
+    for size in (1, 2):
+        assert len({row["loss"] for row in rows if row["size"] == size}) == 1
 
 
 @pytest.mark.mp
@@ -258,10 +273,12 @@ def test_under_open_mpi():
         (["--sizes", "two"], 2, ["--sizes two", "1,2"]),
         (["--kinds", "weak,big"], 2, ["--kinds weak,big", "weak, strong"]),
         (["--kinds", "weak,weak"], 2, ["--kinds weak,weak", "different"]),
-        (["--zero", "7"], 1, ["zero=7"]),
+        (["--zero", "7"], 2, ["zero=7"]),
         (["--precision", "fp64"], None, ["fp64"]),
         (["--sums", "fast"], 1, ["--sums fast", "--sums ordered"]),
         (["--sums", "quick"], 2, ["--sums quick", "ordered, fast"]),
+        (["--bucket-mib", "0"], 2, ["--bucket-mib=0", "at least 1"]),
+        (["--overlap", "on,yes"], 2, ["--overlap on,yes", "on, off"]),
         (["--batch", 0], 2, ["batch=0"]),
         (["--batch", 3, "--micro-batch", 2], 2, ["batch=3", "micro_batch=2"]),
         (["--repeats", 0], 2, ["repeats=0"]),

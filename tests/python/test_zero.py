@@ -12,23 +12,66 @@ MODEL = pr.models.GPT(layers=2, hidden=256, heads=4, vocab=512, seq_len=16)
 DATA = batches(2, 4, MODEL)
 
 
-def persistent_bytes(world, zero):
-    """Device memory that stays between steps: weights, gradients, moments, the tied head's gradient."""
+def persistent_bytes(world, **options):
+    """Device memory that stays between steps, what the shard map says it is, and the number of parameters."""
     before = world.memory()["in_use_bytes"]
-    trainer = make_trainer(world, MODEL, global_batch=4, zero=zero)
+    trainer = make_trainer(world, MODEL, global_batch=4, **options)
     for tokens, targets in DATA:
         trainer.step(local_part(world, tokens), local_part(world, targets))
-    return world.memory()["in_use_bytes"] - before, trainer.num_parameters
+    return world.memory()["in_use_bytes"] - before, trainer.memory(), trainer.num_parameters
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_memory_is_the_formula(dp, zero):
-    for measured, parameters in run_ranks(dp, lambda world: persistent_bytes(world, zero)):
-        shards = dp if zero else 1
-        tied = MODEL.vocab * MODEL.hidden
-        formula = 4 * parameters + 4 * (parameters + tied) + 8 * parameters / shards
+    for measured, terms, parameters in run_ranks(dp, lambda world: persistent_bytes(world, zero=zero)):
+        divided = [parameters / dp if zero >= stage else parameters for stage in (1, 2, 3)]
+        tied = MODEL.vocab * MODEL.hidden if zero < 2 or dp == 1 else 0
+        formula = 4 * divided[2] + 4 * (divided[1] + tied) + 8 * divided[0]
         assert measured == pytest.approx(formula, rel=0.02)
+        assert measured == pytest.approx(sum(terms.values()), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "dp, lanes, order, zero",
+    [
+        (1, 4, "lane_first", 0),
+        (2, 4, "lane_first", 1),
+        (2, 4, "lane_first", 2),
+        (2, 4, "round_first", 1),
+        (4, 4, "round_first", 2),
+        (4, 4, "lane_first", pr.Zero(stage=1, shard_size=2)),
+        (4, 4, "lane_first", pr.Zero(stage=3, shard_size=2)),
+        (4, 4, "lane_first", pr.Zero(stage=3, persist_below=70_000)),
+        (4, 4, "lane_first", pr.Zero(stage=3, bucket_bytes=1)),
+    ],
+)
+def test_memory_terms(dp, lanes, order, zero):
+    def run(world):
+        return persistent_bytes(world, lanes=pr.Lanes(dp=lanes, order=order), zero=zero)
+
+    for measured, terms, _ in run_ranks(dp, run):
+        assert measured == pytest.approx(sum(terms.values()), rel=0.02)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_what_a_step_adds(zero):
+    """The most in use at once is what stays, the terms of a step, and activations."""
+    model = pr.models.GPT(layers=8, hidden=128, heads=4, vocab=256, seq_len=8)
+
+    def run(world):
+        trainer = make_trainer(world, model, global_batch=4, zero=pr.Zero(stage=zero, bucket_bytes=1 << 18))
+        tokens, targets = (local_part(world, part) for part in batches(1, 4, model)[0])
+        trainer.step(tokens, targets)
+        world._core.reset_peak_memory()
+        trainer.step(tokens, targets)
+        terms = trainer.memory(step=True)
+        return world.memory()["peak_bytes"], sum(terms.values()), terms, trainer.num_parameters
+
+    activations = 2 * model.seq_len * (model.layers * 20 * model.hidden + 3 * model.vocab) * 4
+    for peak, expected, terms, parameters in run_ranks(4, run):
+        assert 0.7 * expected < peak < 1.02 * expected + activations
+        assert terms["buckets"] < 4 * parameters / 3
 
 
 def test_state_of_all_shards_is_gathered():

@@ -7,9 +7,9 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/crc32c.h"
 #include "base/error.h"
 #include "comm/net/bytes.h"
-#include "comm/net/crc32c.h"
 
 namespace polyreme {
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "base/crc32c.h"
 #include "comm/net/bytes.h"
-#include "comm/net/crc32c.h"
 
 namespace polyreme::tcp_wire {
 namespace {

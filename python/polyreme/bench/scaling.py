@@ -10,6 +10,7 @@ the machine did meanwhile cancels out. It is averaged as logarithms, with the in
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -45,6 +46,14 @@ class Case:
     zero: int
     precision: str
     sums: str
+    bucket_mib: int
+    overlap: bool
+
+    @property
+    def label(self) -> str:
+        """What it is apart from its size."""
+        overlap = "overlap" if self.overlap else "no overlap"
+        return f"zero={self.zero} {self.precision} {self.sums} {self.bucket_mib} MiB {overlap}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +62,7 @@ class ScalingOptions:
 
     sizes: numbers of ranks; the smallest is what efficiency refers to. Empty: by the job.
     kinds: "weak": `batch` samples for each rank; "strong": `batch` for each rank of the largest size, over all ranks.
-    zeros, precisions, sums: every combination is measured.
+    zeros, precisions, sums, bucket_mibs, overlaps: every combination is measured.
     threads: of each rank, which is pinned to as many CPUs.
 
     Raises:
@@ -67,6 +76,8 @@ class ScalingOptions:
     zeros: tuple[int, ...] = (0,)
     precisions: tuple[str, ...] = ("fp32",)
     sums: tuple[str, ...] = ("ordered",)
+    bucket_mibs: tuple[int, ...] = (25,)
+    overlaps: tuple[bool, ...] = (True,)
     batch: int = 2
     micro_batch: int = 2
     threads: int = 1
@@ -85,6 +96,10 @@ class ScalingOptions:
         _check_list("--kinds", self.kinds, KINDS)
         _check_list("--precision", self.precisions)
         _check_list("--zero", self.zeros)
+        _check_list("--bucket-mib", self.bucket_mibs)
+        _check_list("--overlap", ["on" if overlap else "off" for overlap in self.overlaps])
+        for mib in self.bucket_mibs:
+            check_int("--bucket-mib", mib, 1)
         _check_list("--sums", self.sums, ("ordered", "fast"))
         if "fast" in self.sums:
             raise NotAvailable(
@@ -124,22 +139,33 @@ class ScalingOptions:
     def series(self) -> list[tuple[str, list[Case]]]:
         """(kind, cases by size) of every line of the result. Cases are shared: one rank has nothing to shard."""
         found = []
-        for kind in self.kinds:
-            for zero in self.zeros:
-                for precision in self.precisions:
-                    for sums in self.sums:
-                        cases = [
-                            Case(
-                                size=size,
-                                batch=self.batch_of(kind, size),
-                                zero=zero if size > 1 else 0,
-                                precision=precision,
-                                sums=sums if size > 1 else "ordered",
-                            )
-                            for size in self.sizes
-                        ]
-                        found.append((kind, cases))
+        choices = (self.kinds, self.zeros, self.precisions, self.sums, self.bucket_mibs, self.overlaps)
+        for kind, zero, precision, sums, mib, overlap in itertools.product(*choices):
+            whole = Case(
+                size=self.sizes[-1],
+                batch=self.batch_of(kind, self.sizes[-1]),
+                zero=zero,
+                precision=precision,
+                sums=sums,
+                bucket_mib=mib,
+                overlap=overlap,
+            )
+            found.append((kind, [self._at(whole, kind, size) for size in self.sizes]))
         return found
+
+    def _at(self, case: Case, kind: str, size: int) -> Case:
+        batch = self.batch_of(kind, size)
+        if size > 1:
+            return dataclasses.replace(case, size=size, batch=batch)
+        return Case(
+            size=1,
+            batch=batch,
+            zero=0,
+            precision=case.precision,
+            sums="ordered",
+            bucket_mib=self.bucket_mibs[0],
+            overlap=self.overlaps[0],
+        )
 
     def cases(self) -> list[Case]:
         """Every case once, in the order of their turns."""
@@ -198,6 +224,7 @@ def summarise(options: ScalingOptions, turns: dict[Case, list[dict[str, Any]]]) 
                     "record": "summary",
                     "kind": kind,
                     # A series keeps its name at one rank, where its case is shared.
+                    "label": cases[-1].label,
                     **dataclasses.asdict(cases[-1]),
                     "size": case.size,
                     "batch": case.batch,
@@ -211,6 +238,7 @@ def summarise(options: ScalingOptions, turns: dict[Case, list[dict[str, Any]]]) 
                     "ratio_low": ratio_low,
                     "ratio_high": ratio_high,
                     "peak_bytes": max(turn["peak_bytes"] for turn in turns[case]),
+                    "cpu_seconds": statistics.median(turn["cpu_seconds"] for turn in turns[case]),
                     "collective_s": statistics.median(turn["collective_s"] for turn in turns[case]),
                     "loss": turns[case][0]["loss"],
                 }
@@ -227,32 +255,30 @@ def render_scaling(settings: dict[str, Any], rows: list[dict[str, Any]]) -> list
         f" {settings['repeats']} repeats of {settings['steps']} step(s) in turn",
         f"{settings['launcher']}: {settings['ranks']} ranks on {len(set(settings['hosts']))} host(s);"
         f" {'pinned' if settings['pinned'] else 'not pinned'}; load {settings['load_average']:.1f}; {settings['device']}",
-        "efficiency: tokens/s for each rank over those of the smallest size, with its 95 % interval",
-        f"{'kind':6} {'zero':>4} {'precision':9} {'sums':7} {'ranks':>5} {'batch':>5} {'s/step':>8} {'tokens/s':>10}"
-        f" {'efficiency':>10} {'interval':>16} {'collectives':>11} {'memory':>10}",
+        "efficiency: tokens/s for each rank over those of the smallest size, with its 95 % interval; CPU: processor time of"
+        f" the busiest rank over time, {100 * settings['threads']}% on a quiet machine",
+        f"{'kind':6} {'zero':>4} {'precision':9} {'sums':7} {'bucket':>7} {'overlap':>7} {'ranks':>5} {'batch':>5} {'s/step':>8} {'tokens/s':>10}"
+        f" {'efficiency':>10} {'interval':>16} {'CPU':>6} {'collectives':>11} {'memory':>10}",
     ]
     for row in rows:
         low, high = row["efficiency_low"], row["efficiency_high"]
         is_base = low is None or low == high
         between = "-" if is_base else f"{100 * low:6.2f} - {100 * high:6.2f}%"
         lines.append(
-            f"{row['kind']:6} {row['zero']:>4} {row['precision']:9} {row['sums']:7} {row['size']:>5} {row['batch']:>5}"
+            f"{row['kind']:6} {row['zero']:>4} {row['precision']:9} {row['sums']:7} {row['bucket_mib']:>3} MiB"
+            f" {'on' if row['overlap'] else 'off':>7} {row['size']:>5} {row['batch']:>5}"
             f" {row['seconds']:8.4f} {row['tokens_per_s']:10.1f} {100 * row['efficiency']:9.2f}% {between:>16}"
-            f" {100 * row['collective_s'] / row['seconds']:10.2f}% {row['peak_bytes'] / 2**20:6.0f} MiB"
+            f" {100 * row['cpu_seconds'] / row['seconds']:5.0f}% {100 * row['collective_s'] / row['seconds']:10.2f}% {row['peak_bytes'] / 2**20:6.0f} MiB"
         )
-    compared = [row for row in rows if _label(row) != _label(rows[0]) and row["size"] > 1]
+    compared = [row for row in rows if row["label"] != rows[0]["label"] and row["size"] > 1]
     for row in compared:
         low, high = row["ratio_low"], row["ratio_high"]
         between = f" ({low:.3f} to {high:.3f})" if low is not None else ""
         lines.append(
-            f"{row['kind']}, {row['size']} ranks: {_label(rows[0])} takes {row['ratio']:.3f}{between} of the time of"
-            f" {_label(row)}"
+            f"{row['kind']}, {row['size']} ranks: {rows[0]['label']} takes {row['ratio']:.3f}{between} of the time of"
+            f" {row['label']}"
         )
     crowded = settings["crowded_sizes"]
     if crowded:
         lines.append(f"more threads than CPUs at {_text(crowded)} ranks: no measure of scaling there")
     return lines
-
-
-def _label(row: dict[str, Any]) -> str:
-    return f"zero={row['zero']} {row['precision']} {row['sums']}"

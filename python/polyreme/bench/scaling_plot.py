@@ -73,8 +73,7 @@ def plot_scaling(settings: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """An SVG of the rows of `summarise`: measured lines, dashed ideal ones, bars for the 95 % intervals."""
     series: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        name = f"{row['kind']}, zero={row['zero']}, {row['precision']}, {row['sums']}"
-        series.setdefault(name, []).append(row)
+        series.setdefault(f"{row['kind']}, {row['label']}", []).append(row)
     height = _TOP + _PANEL + 60 + 18 * len(series)
     width = _LEFT + 2 * _WIDTH + _GAP + 20
     model = settings["model"]

@@ -32,7 +32,7 @@ _DAY_S = 86400.0  # how long ranks may wait for the turns of others
 _MAX_CPUS = 4096
 
 # What a turn gives, and how ranks' values become one.
-_NUMBERS = ("seconds", "peak_bytes", "rss_bytes", "collective_s")
+_NUMBERS = ("seconds", "cpu_seconds", "peak_bytes", "rss_bytes", "collective_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,20 +241,23 @@ def _train(job: _Job, case: Case, environment: RankEnvironment) -> dict[str, Any
         clip_norm=1.0,
         global_batch=case.batch,
         micro_batch=options.micro_batch,
-        zero=case.zero,
+        zero=pr.Zero(stage=case.zero, bucket_bytes=case.bucket_mib << 20, overlap=case.overlap),
         precision=case.precision,
     )
     rows = case.batch // case.size
-    losses, seconds = [], []
+    losses: list[float] = []
+    seconds: list[float] = []
+    cpu_seconds = 0.0
     for step in range(options.warmup + options.steps):
         tokens = _tokens(options, case, step)[world.rank * rows : (world.rank + 1) * rows]
         inputs, targets = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
         world._core.record(step >= options.warmup)
         world.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         losses.append(trainer.step(inputs, targets).loss)
         if step >= options.warmup:
             seconds.append(time.perf_counter() - start)
+            cpu_seconds += (time.process_time() - cpu_start) / options.steps
     world._core.record(False)
     breakdown: dict[str, float] = {}
     for span in world._core.spans():
@@ -262,6 +265,7 @@ def _train(job: _Job, case: Case, environment: RankEnvironment) -> dict[str, Any
         breakdown[span["kind"]] = breakdown.get(span["kind"], 0.0) + taken
     result = {
         "seconds": sum(seconds) / options.steps,
+        "cpu_seconds": cpu_seconds,
         "step_seconds": seconds,
         "loss": losses[0],
         "peak_bytes": world.memory()["peak_bytes"],

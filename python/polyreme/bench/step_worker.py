@@ -1,7 +1,8 @@
-"""One contender of `bench step`, in a process of its own so that its peak memory is its own.
+"""One rank of a contender of `bench step`, in a process of its own so that its peak memory is its own.
 
 Reads one JSON command a line from standard input, writes one JSON answer a line to standard output:
-{"do": "step"} -> {"seconds", "loss"}; {"do": "finish"} -> {"peak_rss_bytes", ...}.
+{"do": "step"} -> {"seconds", "cpu_seconds", "loss"}, of its own samples or of all; {"do": "finish"} ->
+{"peak_rss_bytes", ...}.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from typing import Any
 
 import numpy as np
 
-LR, EPS, WEIGHT_DECAY, CLIP_NORM = 1e-4, 1e-8, 0.1, 1.0
+from .torch_rivals import CLIP_NORM, EPS, LR, RIVALS, WEIGHT_DECAY, Step
 
-Contender = tuple[Callable[[int], float], Callable[[], dict[str, Any]]]  # step(i) -> loss, finish()
+DAY_S = 86400.0  # how long ranks may wait for the turns of others
+
+Contender = tuple[Step, Callable[[], dict[str, Any]]]  # one step, and what there is to say at the end
 
 
 def batch(settings: dict[str, Any], index: int) -> tuple[Any, Any]:
-    """Tokens and targets of step `index`, int32 [batch, seq_len]; the same for every contender."""
-    shape = (settings["batch"], settings["model"]["seq_len"] + 1)
+    """This rank's tokens and targets of step `index`, int32 [batch, seq_len]; the same for every contender."""
+    each, rank = settings["batch"], settings["rank"]
+    shape = (each * settings["ranks"], settings["model"]["seq_len"] + 1)
     tokens = np.random.default_rng(index).integers(0, settings["model"]["vocab"], shape, dtype=np.int32)
+    tokens = tokens[rank * each : (rank + 1) * each]
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 
@@ -45,24 +50,27 @@ def span_cost(world: Any) -> float:
 def make_polyreme(settings: dict[str, Any]) -> Contender:
     """The native trainer; leaves its initial weights in the folder `weights` for the others."""
     import polyreme as pr
-    from polyreme.environment import RankEnvironment
 
-    world = pr.init(environment=RankEnvironment(), num_threads=settings["threads"], isa=settings["isa"])
+    world = pr.init(num_threads=settings["threads"], isa=settings["isa"], timeout_s=DAY_S)
     trainer = pr.Trainer(
         pr.models.GPT(**settings["model"]),
         pr.Mesh(world),
         optimizer=pr.AdamW(lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY),
         clip_norm=CLIP_NORM,
-        global_batch=settings["batch"],
+        global_batch=settings["batch"] * world.size,
         micro_batch=settings["micro_batch"],
+        zero=settings["zero"],
+        precision=settings["precision"],
     )
     for name in trainer.parameter_names():
-        np.save(os.path.join(settings["weights"], name + ".npy"), trainer.parameter(name))
+        values = trainer.parameter(name)
+        if settings["save_weights"] and world.rank == 0:
+            np.save(os.path.join(settings["weights"], name + ".npy"), values)
 
-    def step(index: int) -> float:
+    def step(tokens: Any, targets: Any) -> float:
         world._core.clear_spans()
         world._core.record(settings["record"])
-        loss = trainer.step(*batch(settings, index)).loss
+        loss = trainer.step(tokens, targets).loss
         world._core.record(False)
         return loss
 
@@ -83,39 +91,11 @@ def make_polyreme(settings: dict[str, Any]) -> Contender:
     return step, finish
 
 
-def make_torch(settings: dict[str, Any]) -> Contender:
-    """PyTorch eager, fused AdamW, gradients accumulated over the same micro-batches."""
+def make_finish() -> Callable[[], dict[str, Any]]:
+    """What a rival says at the end."""
     import torch
 
-    from polyreme.bench.torch_gpt import TorchGPT, load_weights
-    from polyreme.models import GPT
-
-    torch.set_num_threads(settings["threads"])
-    module = TorchGPT(GPT(**settings["model"]))
-    load_weights(module, lambda name: np.load(os.path.join(settings["weights"], name + ".npy")))
-    optimizer = torch.optim.AdamW(module.groups(WEIGHT_DECAY), lr=LR, eps=EPS, fused=True)
-
-    def step(index: int) -> float:
-        optimizer.zero_grad(set_to_none=True)
-        tokens, targets = (torch.from_numpy(x).long() for x in batch(settings, index))
-        total = 0.0
-        for begin in range(0, settings["batch"], settings["micro_batch"]):
-            part = slice(begin, begin + settings["micro_batch"])
-            share = len(tokens[part]) / settings["batch"]
-            loss = module(tokens[part], targets[part]) * share
-            loss.backward()
-            total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP_NORM)
-        optimizer.step()
-        return total
-
-    return step, lambda: {"device": f"torch {torch.__version__}, {torch.get_num_threads()} threads"}
-
-
-CONTENDERS: dict[str, Callable[[dict[str, Any]], Contender]] = {
-    "polyreme": make_polyreme,
-    "torch": make_torch,
-}
+    return lambda: {"device": f"torch {torch.__version__}, {torch.get_num_threads()} threads"}
 
 
 def main() -> None:
@@ -123,16 +103,21 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints must not mix with the answers
-    step, finish = CONTENDERS[settings["contender"]](settings)
+    if settings["contender"] == "polyreme":
+        step, finish = make_polyreme(settings)
+    else:
+        step, finish = RIVALS[settings["contender"]](settings), make_finish()
     print(json.dumps({"ready": True}), file=answers)
     for index, line in enumerate(sys.stdin):
         if json.loads(line)["do"] == "finish":
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             print(json.dumps({"peak_rss_bytes": peak, **finish()}), file=answers)
             return
-        start = time.perf_counter()
-        loss = step(index)
-        print(json.dumps({"seconds": time.perf_counter() - start, "loss": loss}), file=answers)
+        tokens, targets = batch(settings, index)
+        start, cpu_start = time.perf_counter(), time.process_time()
+        loss = step(tokens, targets)
+        taken = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu_start}
+        print(json.dumps({**taken, "loss": loss}), file=answers)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The same GPT in PyTorch, as one would write it there: the rival of `bench step`.
 
-Needs PyTorch, which is imported here and nowhere else in the package but in bench/gemm.py.
+Needs PyTorch, which is imported here and nowhere else in the package but in other files of bench.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TorchGPT(nn.Module):
         for block in self.h:
             x = block(x)
         logits = self.lm_head(self.ln_f(x))
-        return functional.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+        return functional.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1))
 
     def groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Optimizer groups by the native default rule: no decay below two dims."""

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from . import UsageError, bench_scaling
+from .signals import signals_raise
 
 if TYPE_CHECKING:
     from polyreme.models import GPT
@@ -52,26 +53,42 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     gemm.add_argument("--batch", type=int, default=1, metavar="N", help="samples (default 1)")
     gemm.add_argument("--repeats", type=int, default=5, metavar="N", help="runs, in turn (default 5)")
     gemm.add_argument("--against", default="", metavar="LIST", help="torch,numpy")
-    step.add_argument("--batch", type=int, default=2, metavar="N", help="samples of a step (default 2)")
+    step.add_argument(
+        "--batch", type=int, default=2, metavar="N", help="samples of a step for each rank (default 2)"
+    )
     step.add_argument(
         "--micro-batch", type=int, metavar="N", help="samples of a forward pass (default: batch)"
     )
     step.add_argument(
         "--steps", type=int, default=3, metavar="N", help="after one warm-up, in turn (default 3)"
     )
-    step.add_argument("--against", default="", metavar="LIST", help="torch")
+    step.add_argument(
+        "--against", default="", metavar="LIST", help="torch, torch-compile, torch-ddp, torch-fsdp, deepspeed"
+    )
+    step.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="processes of every contender (default 1, or 2 against torch-ddp, torch-fsdp or deepspeed)",
+    )
+    step.add_argument(
+        "--zero", type=int, default=0, metavar="N", help="stage of ours and of DeepSpeed (default 0)"
+    )
+    step.add_argument("--precision", default="fp32", help="of every contender (default fp32)")
     step.add_argument("--no-record", action="store_true", help="without the recorder: no breakdown")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, returns 0."""
     from polyreme.errors import InvalidArgument
+    from polyreme.launch.config import LaunchError
 
     try:
         if args.kind == "scaling":
             return bench_scaling.run(args, _gpt(args))
-        result, lines = _comm(args) if args.kind == "comm" else _model(args)
-    except InvalidArgument as error:  # of what the command line says
+        with signals_raise():
+            result, lines = {"comm": _comm, "gemm": _gemm, "step": _step}[args.kind](args)
+    except (InvalidArgument, LaunchError) as error:  # of what the command line says
         raise UsageError(str(error)) from error
     print(json.dumps(result, indent=2) if args.json else "\n".join(lines))
     return 0
@@ -100,27 +117,38 @@ def _comm(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return result, render_comm(result)
 
 
-def _model(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _gemm(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from polyreme.bench.gemm import bench_gemm, render_gemm
-    from polyreme.bench.step import bench_step, render_step
 
-    model = _gpt(args)
-    against = _names(args.against)
-    if args.kind == "gemm":
-        result = bench_gemm(
-            model, batch=args.batch, threads=args.threads, isa=args.isa, repeats=args.repeats, against=against
-        )
-        lines = render_gemm(result)
-    else:
-        result = bench_step(
-            model,
-            batch=args.batch,
-            micro_batch=args.batch if args.micro_batch is None else args.micro_batch,
-            threads=args.threads,
-            isa=args.isa,
-            steps=args.steps,
-            against=against,
-            record=not args.no_record,
-        )
-        lines = render_step(result)
-    return result, lines
+    result = bench_gemm(
+        _gpt(args),
+        batch=args.batch,
+        threads=args.threads,
+        isa=args.isa,
+        repeats=args.repeats,
+        against=_names(args.against),
+    )
+    return result, render_gemm(result)
+
+
+def _step(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from polyreme.bench.step import StepOptions, bench_step, render_step
+    from polyreme.bench.torch_rivals import DISTRIBUTED
+
+    against = tuple(_names(args.against))
+    options = StepOptions(
+        model=_gpt(args),
+        batch=args.batch,
+        micro_batch=args.batch if args.micro_batch is None else args.micro_batch,
+        threads=args.threads,
+        ranks=args.ranks or (2 if set(against) & set(DISTRIBUTED) else 1),
+        zero=args.zero,
+        precision=args.precision,
+        isa=args.isa,
+        steps=args.steps,
+        against=against,
+        record=not args.no_record,
+    )
+    bench_scaling.check_available([args.zero], [args.precision], args.isa)
+    result = bench_step(options)
+    return result, render_step(result)

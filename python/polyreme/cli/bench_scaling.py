@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import UsageError
@@ -37,6 +38,8 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
     add("--zero", default="0", metavar="LIST", help="ZeRO stages (default 0)")
     add("--precision", default="fp32", metavar="LIST", help="(default fp32)")
     add("--sums", default="ordered", metavar="LIST", help="ordered (default), fast")
+    add("--bucket-mib", default="25", metavar="LIST", help="sizes of gradient buckets (default 25)")
+    add("--overlap", default="on", metavar="LIST", help="on (default), off: reduce while backward runs")
     add("--batch", type=int, default=2, metavar="N", help="samples for each rank (default 2)")
     add("--micro-batch", type=int, metavar="N", help="samples of a forward pass (default: batch)")
     add("--repeats", type=int, default=5, metavar="N", help="turns of each case (default 5)")
@@ -64,6 +67,8 @@ def run(args: argparse.Namespace, model: GPT) -> int:
         zeros=_numbers("--zero", args.zero),
         precisions=tuple(_names(args.precision)),
         sums=tuple(_names(args.sums)),
+        bucket_mibs=_numbers("--bucket-mib", args.bucket_mib),
+        overlaps=_switches("--overlap", args.overlap),
         batch=args.batch,
         micro_batch=args.batch if args.micro_batch is None else args.micro_batch,
         threads=args.threads,
@@ -72,7 +77,7 @@ def run(args: argparse.Namespace, model: GPT) -> int:
         steps=args.steps,
         warmup=args.warmup,
     )
-    check_available(options)
+    check_available(options.zeros, options.precisions, options.isa)
     alone = read_rank_environment().size == 1
     if alone and not options.sizes:
         options = options.with_sizes(default_sizes(max(1, len(usable_cpus()[0]) // options.threads)))
@@ -85,15 +90,15 @@ def run(args: argparse.Namespace, model: GPT) -> int:
     return 0
 
 
-def check_available(options: ScalingOptions) -> None:
+def check_available(zeros: Sequence[int], precisions: Sequence[str], isa: str) -> None:
     """Lets a trainer of a tiny model refuse what this version does not have, before anything is measured."""
     import polyreme as pr
     from polyreme.environment import RankEnvironment
 
-    world = pr.init(environment=RankEnvironment(), num_threads=1, isa=options.isa)
+    world = pr.init(environment=RankEnvironment(), num_threads=1, isa=isa)
     tiny = pr.models.GPT(layers=1, hidden=8, heads=1, vocab=8, seq_len=8)
-    for zero in options.zeros:
-        for precision in options.precisions:
+    for zero in zeros:
+        for precision in precisions:
             pr.Trainer(
                 tiny, pr.Mesh(world), optimizer=pr.AdamW(), global_batch=1, zero=zero, precision=precision
             )
@@ -126,3 +131,10 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
         return tuple(int(name) for name in _names(text))
     except ValueError:
         raise UsageError(f"{option} {text}: expected numbers, such as 1,2") from None
+
+
+def _switches(option: str, text: str) -> tuple[bool, ...]:
+    known = {"on": True, "off": False}
+    if not set(_names(text)) <= set(known):
+        raise UsageError(f"{option} {text}: expected on, off")
+    return tuple(known[name] for name in _names(text))

@@ -21,6 +21,7 @@ from . import UsageError
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("polyreme.cli.run", "start a script as N ranks on this machine"),
     "data": ("polyreme.cli.data", "make and inspect token files"),
+    "ckpt": ("polyreme.cli.ckpt", "look at checkpoints and convert them"),
     "verify": ("polyreme.cli.verify", "compare a script's bits over layouts"),
     "comm-report": ("polyreme.cli.comm_report", "say what went wrong between ranks"),
     "doctor": ("polyreme.cli.doctor", "show what this machine and this build can do"),

@@ -123,7 +123,7 @@ inline void check_tree(CudaDevice& device) {
 // Runs `rank_main` on a thread for each GPU. Throws the first failure.
 inline void on_all_gpus(const Options& options, ReduceMode mode,
                         const std::function<void(Communicator&, CudaDevice&)>& rank_main) {
-  testing::MemoryStore store;
+  MemoryStore store;
   std::vector<std::exception_ptr> errors(static_cast<size_t>(options.num_gpus));
   std::vector<std::thread> threads;
   for (int r = 0; r < options.num_gpus; ++r)

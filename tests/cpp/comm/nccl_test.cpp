@@ -41,7 +41,7 @@ class EmulatedNccl : public ::testing::Test {
   // Runs `rank_main` on a thread per rank, each with a GPU of its own. "ok" or "<class>: <message>" by rank.
   Outcomes run(const Setting& setting, const std::function<void(Communicator&, CudaDevice&)>& rank_main) {
     fake_gpu::reset(setting.size, setting.seed);
-    store_ = std::make_unique<testing::MemoryStore>();
+    store_ = std::make_unique<MemoryStore>();
     if (prepare_) prepare_();
     std::vector<std::exception_ptr> errors(static_cast<size_t>(setting.size));
     std::vector<std::thread> threads;
@@ -67,7 +67,7 @@ class EmulatedNccl : public ::testing::Test {
     return outcomes;
   }
   std::function<void()> prepare_;
-  std::unique_ptr<testing::MemoryStore> store_;
+  std::unique_ptr<MemoryStore> store_;
 };
 
 class EmulatedNcclSizes : public EmulatedNccl, public ::testing::WithParamInterface<int> {};
@@ -166,7 +166,7 @@ PolyremeNcclStatus older_version(int32_t* version) {
 
 TEST_F(EmulatedNccl, VersionsMustAgree) {
   fake_gpu::reset(2, 1);
-  testing::MemoryStore store;
+  MemoryStore store;
   PolyremeNcclTable older = *polyreme_nccl_table();
   older.nccl_version = older_version;
   Outcomes outcomes(2);
@@ -183,7 +183,7 @@ TEST_F(EmulatedNccl, VersionsMustAgree) {
 
 TEST_F(EmulatedNccl, ARankThatDoesNotComeIsATimeout) {
   fake_gpu::reset(2, 1);
-  testing::MemoryStore store;
+  MemoryStore store;
   const auto device = make_cuda_device(*polyreme_cuda_table(), 0);
   expect_parts(testing::error_text<Timeout>([&] {
                  make_nccl_communicator(*polyreme_nccl_table(), store, 0, 2, *device,

@@ -9,8 +9,8 @@
 #include <future>
 #include <random>
 
+#include "base/crc32c.h"
 #include "comm/mp/endpoint_processes.h"
-#include "comm/net/crc32c.h"
 #include "comm/rendezvous.h"
 #include "comm/tcp/wire.h"
 #include "comm/tcp_store.h"

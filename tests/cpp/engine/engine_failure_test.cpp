@@ -1,5 +1,6 @@
 // Steps that fail, and calls that are refused: the error names the culprit and nothing has changed.
 #include "engine/engine_rig.h"
+#include "nn/compose.h"
 
 namespace polyreme::testing {
 namespace {
@@ -7,9 +8,9 @@ namespace {
 // ---- what is not finite ----
 
 TEST(Engine, ANanWeightIsNamedAndNothingChanges) {
-  for (const auto& [ranks, zero] : {std::pair{1, 0}, {2, 0}, {2, 1}}) {
+  for (const auto& [ranks, zero] : {std::pair{1, 0}, {2, 0}, {2, 1}, {2, 2}, {2, 3}}) {
     EngineOptions options = tiny_options(2, 2);
-    options.zero_stage = zero;
+    options.zero.stage = zero;
     run_ranks(ranks, {}, [&](World& world) {
       EngineRig rig(world, build_gpt(tiny_config()), options);
       EngineRig undisturbed(world, build_gpt(tiny_config()), tiny_options(2, 2));
@@ -47,9 +48,9 @@ TEST(Engine, AGradientThatOverflowsIsNamed) {
 
 // The loss overflows (1e30 * 1e10), its gradient (1e10) does not.
 TEST(Engine, ALossThatOverflowsUpdatesNothing) {
-  for (const auto& [ranks, zero] : {std::pair{1, 0}, {2, 0}, {2, 1}}) {
+  for (const auto& [ranks, zero] : {std::pair{1, 0}, {2, 0}, {2, 1}, {2, 2}, {2, 3}}) {
     EngineOptions options = linear_options(2, 1);
-    options.zero_stage = zero;
+    options.zero.stage = zero;
     run_ranks(ranks, {}, [&](World& world) {
       EngineRig rig(world, linear_model(1, 1e10f), options);
       for (const float weight : {1e30f, -1e30f}) {
@@ -97,7 +98,10 @@ TEST(Engine, AStepThatFailedMidwayLeavesNothing) {
       for (const bool in_operation : {false, true}) {
         for (const int forward : {1, 2, 4, 7}) {
           Model model = build_gpt(tiny_config());
-          model.layers.insert(model.layers.begin() + 2, std::make_unique<FailsOnce>(forward, in_operation));
+          std::vector<LayerPtr> failing;
+          failing.push_back(std::make_unique<FailsOnce>(forward, in_operation));
+          failing.push_back(std::move(model.layers[2]));
+          model.layers[2] = std::make_unique<Sequential>(std::move(failing));
           EngineRig rig(world, std::move(model), tiny_options(4, 1));
           const std::vector<float> start = rig.read("weight");
           {
@@ -143,8 +147,9 @@ TEST(Engine, OptionsThatDoNotFitAreNamed) {
   expect_parts(text(1, [](auto& o) { o.optimizer.weight_decay = {0.1}; }), {"weight_decay has 1"});
   run_ranks(1, {}, [](World& world) {
     EngineOptions options = tiny_options(0, 2);
-    options.zero_stage = 4;
-    expect_parts(error_text<Error>([&] { EngineRig(world, build_gpt(tiny_config()), options); }), {"zero=4"});
+    options.zero.stage = 4;
+    expect_parts(error_text<Error>([&] { EngineRig(world, build_gpt(tiny_config()), options); }),
+                 {"zero=4", "0 (nothing", "3 (weights"});
   });
 }
 

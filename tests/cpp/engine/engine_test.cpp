@@ -54,13 +54,30 @@ TEST(Engine, NoLayoutChangesABit) {
   EXPECT_NE(one.losses[0], one.losses[2]);
   for (const int64_t micro_batch : {1, 3, 64})
     expect_same(train_tiny(1, tiny_options(4, micro_batch)), one, "cut");
-  for (const int zero : {0, 1}) {
+  for (const int zero : {0, 1, 2, 3}) {
     EngineOptions options = tiny_options(4, 1);
-    options.zero_stage = zero;
+    options.zero.stage = zero;
     for (const int ranks : {1, 2, 4}) {
       options.micro_batch = ranks == 2 ? 2 : 1;
       expect_same(train_tiny(ranks, options), one, concat(ranks, " ranks, zero=", zero));
     }
+  }
+  for (const ZeroOptions& zero : {ZeroOptions{.stage = 0, .bucket_bytes = 1},
+                                  {.stage = 1, .bucket_bytes = 1000, .overlap = false},
+                                  {.stage = 2, .bucket_bytes = 1},
+                                  {.stage = 2, .overlap = false},
+                                  {.stage = 3, .bucket_bytes = 1, .prefetch = 0},
+                                  {.stage = 3, .prefetch = 3},
+                                  {.stage = 3, .overlap = false, .persist_below = 100},
+                                  {.stage = 1, .shard_size = 2},
+                                  {.stage = 2, .shard_size = 2},
+                                  {.stage = 3, .shard_size = 2, .bucket_bytes = 500},
+                                  {.stage = 3, .shard_size = 1}}) {
+    EngineOptions options = tiny_options(4, 1);
+    options.zero = zero;
+    expect_same(
+        train_tiny(4, options), one,
+        concat("stage ", zero.stage, ", shard_size ", zero.shard_size, ", bucket ", zero.bucket_bytes));
   }
   expect_same(train_tiny(2, tiny_options(4, 2), {.num_threads = 2}), one, "two threads each");
   expect_same(train_tiny(1, tiny_options(4, 2), {.isa = "avx2"}), one, "avx2");
@@ -72,11 +89,11 @@ TEST(Engine, NoLayoutChangesABit) {
 }
 
 TEST(Engine, ThreeRanksWithALaneEach) {
-  std::vector<std::vector<float>> weights(6);
-  for (const int zero : {0, 1}) {
+  std::vector<std::vector<float>> weights(12);
+  for (const int zero : {0, 1, 2, 3}) {
     EngineOptions options = tiny_options(0, 1);
     options.global_batch = 6;
-    options.zero_stage = zero;
+    options.zero.stage = zero;
     run_ranks(3, {}, [&](World& world) {
       EngineRig rig(world, build_gpt(tiny_config()), options);
       EXPECT_EQ(rig.engine.options().lanes_dp, 3);
@@ -98,9 +115,9 @@ TEST(Engine, EveryScheduleOfTheDeferredDeviceHasTheBitsOfTheImmediateOne) {
                   immediate, concat("schedule ", seed));
   }
   const Trace immediate = train_tiny(1, tiny_options(4, 2));
-  for (uint64_t seed = 0; seed < 6; ++seed) {
+  for (uint64_t seed = 0; seed < 12; ++seed) {
     EngineOptions options = tiny_options(4, 2);
-    options.zero_stage = static_cast<int>(seed % 2);
+    options.zero.stage = static_cast<int>(seed % 4);
     expect_same(train_tiny(2, options, {.executor = CpuExecutor::kDeferred, .schedule_seed = seed}),
                 immediate, concat("two ranks, schedule ", seed));
   }
@@ -135,10 +152,11 @@ TEST(Engine, TheLossIsTheMeanOverValidTokens) {
 // One step of the linear model, w = 1, on `ranks` ranks in every ZeRO stage: all report this loss and
 // gradient.
 void expect_linear(int ranks, int64_t micro_batch, const HostBatch& batch, double loss, float gradient) {
-  for (const int zero : {0, 1}) {
+  for (const int zero : {0, 1, 2, 3, 4}) {
     run_ranks(ranks, {}, [&](World& world) {
       EngineOptions options = linear_options(batch.num_samples, micro_batch);
-      options.zero_stage = zero;
+      options.zero.stage = std::min(zero, 3);
+      options.zero.round_first = zero == 4;
       EngineRig rig(world, linear_model(batch.seq_len), options);
       const StepStats stats = rig.step(batch, 0.5);
       EXPECT_EQ(stats.loss, loss);
@@ -181,7 +199,7 @@ TEST(Engine, OGa03ARankWithoutAValidToken) {
     std::vector<std::vector<float>> weights, grads;
   };
   const auto train = [&](int ranks, int zero) {
-    options.zero_stage = zero;
+    options.zero.stage = zero;
     std::vector<Record> records(static_cast<size_t>(ranks));
     run_ranks(ranks, {}, [&](World& world) {
       EngineRig rig(world, build_gpt(config), options);
@@ -196,7 +214,7 @@ TEST(Engine, OGa03ARankWithoutAValidToken) {
     return records;
   };
   const Record one = train(1, 0)[0];
-  for (const int zero : {0, 1}) {
+  for (const int zero : {0, 1, 2, 3}) {
     for (const Record& record : train(2, zero)) {
       for (size_t step = 0; step < 3; ++step) {
         EXPECT_EQ(record.stats[step].loss, one.stats[step].loss);

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "device/cpu/cpu_device.h"
-#include "ops/ops.h"
+#include "ops/update.h"
 
 namespace polyreme::testing {
 

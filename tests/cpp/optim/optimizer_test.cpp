@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "common/error_text.h"
+#include "common/thread_ranks.h"
 #include "ops/op_test.h"
 
 namespace polyreme::testing {
@@ -22,7 +23,7 @@ struct Flat {
     grads = rig.empty_f32({map.num_elements()});
     fill(rig.stream(), weights, 0.0f);
     fill(rig.stream(), grads, 0.0f);
-    optimizer = make_optimizer(rig.stream(), map, 0, options);
+    optimizer = make_optimizer(rig.stream(), map, 0, nullptr, options);
   }
 
   // All parameters in one unit, unless a unit is to end after `bucket_bytes`.
@@ -45,12 +46,14 @@ struct Flat {
   std::vector<float> get(const Tensor& flat, size_t param) {
     return rig.download(map.view(flat, static_cast<int>(param)));
   }
-  void step(double lr, int64_t number, float scale = 1.0f) {
-    optimizer->step(rig.stream(), {&weights, 1}, {&grads, 1}, rig.upload({scale}), lr, number);
+  void step(double lr, float scale = 1.0f, const std::vector<uint8_t>& has_grad = {}) {
+    optimizer->step(rig.stream(), {&weights, 1}, {&grads, 1},
+                    {.lr = lr, .scale = rig.upload({scale}), .has_grad = has_grad});
+    if (!std::isnan(scale)) optimizer->applied(has_grad);
   }
   Tensor state(const std::string& name) const {
-    for (const auto& [key, tensor] : optimizer->state())
-      if (key == name) return tensor;
+    for (const auto& [key, slices] : optimizer->state())
+      if (key == name) return slices[0];
     throw InvalidArgument("no state " + name);
   }
   // Every element outside the parameters has the bits of +0.
@@ -114,7 +117,7 @@ TEST(Optimizer, OCl07PaddingNeverReachesNormOrMoments) {
       const auto downloaded = flat.rig.download<int64_t>(limbs);
       std::copy(downloaded.begin(), downloaded.end(), host.begin());
       EXPECT_NEAR(ExactSum(host).value(), squares, 1e-13 * squares);
-      flat.step(kLr, step);
+      flat.step(kLr);
       for (size_t i = 0; i < 3; ++i) {
         const auto got = flat.get(flat.weights, i);
         for (size_t e = 0; e < got.size(); ++e)
@@ -122,7 +125,7 @@ TEST(Optimizer, OCl07PaddingNeverReachesNormOrMoments) {
       }
     }
     flat.expect_zero_gaps(flat.weights, "weights");
-    for (const auto& [name, tensor] : flat.optimizer->state()) flat.expect_zero_gaps(tensor, name);
+    for (const auto& [name, slices] : flat.optimizer->state()) flat.expect_zero_gaps(slices[0], name);
     flat.expect_zero_gaps(flat.grads, "grads");
   }
 }
@@ -131,7 +134,7 @@ TEST(Optimizer, OOp01StepCounterAndBiasCorrection) {
   Flat flat(std::vector<Shape>(5, {1}), OptimizerOptions{.weight_decay = std::vector<double>(5, 0.0)});
   for (size_t i = 0; i < 5; ++i) flat.set(flat.grads, i, {1.0f});
   for (int64_t step = 1; step <= 3; ++step) {
-    flat.step(0.1, step);
+    flat.step(0.1);
     for (size_t i = 0; i < 5; ++i)
       EXPECT_NEAR(static_cast<double>(flat.get(flat.weights, i)[0]), -0.1 * static_cast<double>(step), 1e-6);
   }
@@ -141,18 +144,18 @@ TEST(Optimizer, OOp02ASkippedStepChangesNothing) {
   for (const char* rule : {"adamw", "sgd"}) {
     Flat flat({{1}}, {.rule = rule, .momentum = 0.5, .weight_decay = {0.0}});
     flat.set(flat.grads, 0, {1.0f});
-    flat.step(0.1, 1);
+    flat.step(0.1);
     const auto after_first = flat.get(flat.weights, 0);
     std::vector<float> state;
-    for (const auto& entry : flat.optimizer->state()) append(state, flat.rig.download(entry.second));
+    for (const auto& entry : flat.optimizer->state()) append(state, flat.rig.download(entry.slices[0]));
     flat.set(flat.grads, 0, {kInf});
-    flat.step(0.1, 2, kNan);
+    flat.step(0.1, kNan);
     expect_same_bits(flat.get(flat.weights, 0), after_first);
     std::vector<float> state_now;
-    for (const auto& entry : flat.optimizer->state()) append(state_now, flat.rig.download(entry.second));
+    for (const auto& entry : flat.optimizer->state()) append(state_now, flat.rig.download(entry.slices[0]));
     expect_same_bits(state_now, state);
     flat.set(flat.grads, 0, {1.0f});
-    flat.step(0.1, 2);
+    flat.step(0.1);
     // AdamW: -0.1 twice. SGD: -0.1, then momentum makes the step 1.5 times as long.
     EXPECT_NEAR(static_cast<double>(flat.get(flat.weights, 0)[0]),
                 std::string(rule) == "adamw" ? -0.2 : -0.25, 1e-6);
@@ -170,7 +173,7 @@ TEST(Optimizer, OOp04DecayGroupsUnderFlatBuffers) {
       Flat flat(shapes, OptimizerOptions{.rule = rule, .weight_decay = decay});
       for (size_t i = 0; i < 3; ++i)
         flat.set(flat.weights, i, std::vector<float>(static_cast<size_t>(shapes[i].numel()), 1.0f));
-      flat.step(0.1, 1);
+      flat.step(0.1);
       for (size_t i = 0; i < 3; ++i)
         for (const float value : flat.get(flat.weights, i)) {
           if (i == weight)
@@ -196,7 +199,7 @@ TEST(Optimizer, RunsOfOneDecayAreOneLaunch) {
   }
   const Tensor scale = flat.rig.upload({0.5f});
   flat.rig.device().recorder().enable(true);
-  flat.optimizer->step(flat.rig.stream(), {&flat.weights, 1}, {&flat.grads, 1}, scale, 0.01, 1);
+  flat.optimizer->step(flat.rig.stream(), {&flat.weights, 1}, {&flat.grads, 1}, {.lr = 0.01, .scale = scale});
   flat.rig.synchronize();
   flat.rig.device().recorder().enable(false);
   int launches = 0;
@@ -207,79 +210,164 @@ TEST(Optimizer, RunsOfOneDecayAreOneLaunch) {
     Flat alone({shapes[i]}, {.weight_decay = {decay[i]}});
     alone.set(alone.weights, 0, value(i, 1, shapes[i]));
     alone.set(alone.grads, 0, value(i, 2, shapes[i]));
-    alone.step(0.01, 1, 0.5f);
+    alone.step(0.01, 0.5f);
     expect_same_bits(flat.get(flat.weights, i), alone.get(alone.weights, 0));
     expect_same_bits(flat.get(flat.state("exp_avg"), i), alone.get(alone.state("exp_avg"), 0));
     expect_same_bits(flat.get(flat.state("exp_avg_sq"), i), alone.get(alone.state("exp_avg_sq"), 0));
   }
 }
 
-// Every shard has an optimizer of its own, whose border may lie inside a parameter and inside a run of
-// one decay.
-TEST(Optimizer, ShardsHaveTheBitsOfTheWhole) {
-  const std::vector<Shape> shapes = {{30, 50}, {7}, {3}, {4000}, {2, 2}};
-  for (const char* rule : {"adamw", "sgd"}) {
-    const OptimizerOptions options{.rule = rule, .momentum = 0.9, .weight_decay = {0.1, 0.1, 0.0, 0.0, 0.1}};
-    // The weights after three steps, by parameter.
-    const auto train = [&](int64_t num_shards, int64_t bucket_bytes) {
-      Rig rig({.executor = CpuExecutor::kDeferred});
-      const ShardMap map = Flat::map_of(shapes, num_shards, {.bucket_bytes = bucket_bytes});
-      std::vector<Tensor> weights, grads;
-      for (int unit = 0; unit < map.num_units(); ++unit)
-        for (std::vector<Tensor>* buffers : {&weights, &grads}) {
-          buffers->push_back(rig.empty_f32({map.unit_elements(unit)}));
-          fill(rig.stream(), buffers->back(), 0.0f);
-        }
-      const auto part = [&](const std::vector<Tensor>& buffers, int param) {
-        return map.view(buffers[static_cast<size_t>(map.unit_of(param))], param);
-      };
-      const auto set = [&](const std::vector<Tensor>& buffers, uint32_t seed) {
-        for (int i = 0; i < map.num_params(); ++i) {
-          const auto values =
-              random_floats(static_cast<size_t>(map.shape_of(i).numel()), seed + static_cast<uint32_t>(i));
-          copy_from_host(rig.stream(), values.data(), part(buffers, i));
-          rig.synchronize();
-        }
-      };
-      const auto slices = [&](const std::vector<Tensor>& buffers, int64_t shard) {
-        std::vector<Tensor> result;
-        for (int unit = 0; unit < map.num_units(); ++unit) {
-          const FlatRange slice = map.shard_slice(unit, shard);
-          result.push_back(buffers[static_cast<size_t>(unit)].slice(0, slice.begin, slice.end));
-        }
-        return result;
-      };
-      set(weights, 10);
-      const Tensor scale = rig.upload({0.5f});
-      std::vector<std::unique_ptr<Optimizer>> optimizers;
-      for (int64_t shard = 0; shard < num_shards; ++shard)
-        optimizers.push_back(make_optimizer(rig.stream(), map, shard, options));
-      for (int64_t step = 1; step <= 3; ++step) {
-        set(grads, static_cast<uint32_t>(100 * step));
-        for (int64_t shard = 0; shard < num_shards; ++shard)
-          optimizers[static_cast<size_t>(shard)]->step(rig.stream(), slices(weights, shard),
-                                                       slices(grads, shard), scale, 0.01, step);
+// Three steps of a rule with `num_shards` ranks; the weights, by parameter.
+std::vector<float> train_shards(const OptimizerOptions& options, const std::vector<Shape>& shapes,
+                                int num_shards, const UnitOptions& units) {
+  std::vector<std::vector<float>> results(static_cast<size_t>(num_shards));
+  run_ranks(num_shards, {.executor = CpuExecutor::kDeferred}, [&](World& world) {
+    const ShardMap map = Flat::map_of(shapes, num_shards, units);
+    const auto stream = world.device().create_stream("test");
+    std::vector<Tensor> weights, grads;
+    for (int unit = 0; unit < map.num_units(); ++unit)
+      for (std::vector<Tensor>* buffers : {&weights, &grads}) {
+        buffers->push_back(empty(world.device(), DType::kF32, {map.unit_elements(unit)}, "unit"));
+        fill(*stream, buffers->back(), 0.0f);
       }
-      std::vector<float> result;
-      for (int i = 0; i < map.num_params(); ++i) append(result, rig.download(part(weights, i)));
+    const auto part = [&](const std::vector<Tensor>& buffers, int param) {
+      return map.view(buffers[static_cast<size_t>(map.unit_of(param))], param);
+    };
+    const auto set = [&](const std::vector<Tensor>& buffers, uint32_t seed) {
+      for (int i = 0; i < map.num_params(); ++i) {
+        const auto values =
+            random_floats(static_cast<size_t>(map.shape_of(i).numel()), seed + static_cast<uint32_t>(i));
+        copy_from_host(*stream, values.data(), part(buffers, i));
+        stream->synchronize();
+      }
+    };
+    const auto slices = [&](const std::vector<Tensor>& buffers) {
+      std::vector<Tensor> result;
+      for (int unit = 0; unit < map.num_units(); ++unit) {
+        const FlatRange slice = map.shard_slice(unit, world.rank());
+        result.push_back(buffers[static_cast<size_t>(unit)].slice(0, slice.begin, slice.end));
+      }
       return result;
     };
-    const std::vector<float> whole = train(1, int64_t{1} << 40);
+    set(weights, 10);
+    const std::vector<float> half = {0.5f};
+    const Tensor scale = empty(world.device(), DType::kF32, {1}, "scale");
+    copy_from_host(*stream, half.data(), scale);
+    const auto optimizer = make_optimizer(*stream, map, world.rank(), &world.communicator(), options);
+    for (uint32_t step = 1; step <= 3; ++step) {
+      set(grads, 100 * step);
+      // The third parameter has no gradient in the second step.
+      const std::vector<uint8_t> has_grad = {1, 1, step != 2, 1, 1};
+      optimizer->step(*stream, slices(weights), slices(grads),
+                      {.lr = 0.01, .scale = scale, .has_grad = has_grad});
+      optimizer->applied(has_grad);
+    }
+    std::vector<float>& result = results[static_cast<size_t>(world.rank())];
+    for (int unit = 0; unit < map.num_units(); ++unit)
+      world.communicator()
+          .all_gather(slices(weights)[static_cast<size_t>(unit)], weights[static_cast<size_t>(unit)], *stream)
+          ->wait_on(*stream);
+    for (int i = 0; i < map.num_params(); ++i) {
+      std::vector<float> values(static_cast<size_t>(map.shape_of(i).numel()));
+      copy_to_host(*stream, part(weights, i), values.data());
+      stream->synchronize();
+      append(result, values);
+    }
+  });
+  for (const auto& result : results) expect_same_bits(result, results[0], "another rank");
+  return results[0];
+}
+
+// The border of a shard may lie inside a parameter and inside a run of one decay.
+TEST(Optimizer, ShardsHaveTheBitsOfTheWhole) {
+  const std::vector<Shape> shapes = {{30, 50}, {7}, {3}, {4000}, {40, 70}};
+  for (const char* rule : {"adamw", "sgd", "lion", "lamb", "muon"}) {
+    const OptimizerOptions options{.rule = rule,
+                                   .momentum = 0.9,
+                                   .weight_decay = {0.1, 0.1, 0.0, 0.0, 0.1},
+                                   .lr_multiplier = {1, 0.5, 1, 1, 2}};
+    const std::vector<float> whole = train_shards(options, shapes, 1, {});
     for (const int64_t bucket_bytes : {int64_t{1}, int64_t{6100}, int64_t{1} << 40})
-      for (const int64_t num_shards : {1, 2, 3, 5, 16})
-        expect_same_bits(train(num_shards, bucket_bytes), whole,
+      for (const int num_shards : {1, 2, 3, 5})
+        expect_same_bits(train_shards(options, shapes, num_shards, {.bucket_bytes = bucket_bytes}), whole,
                          concat(rule, ", shards: ", num_shards, ", units of ", bucket_bytes));
+    const std::vector<int> groups = state_groups(Flat::specs_of(shapes), options);
+    expect_same_bits(train_shards(options, shapes, 2, {.group_of_param = groups}), whole, rule);
   }
+}
+
+TEST(Optimizer, OOp03CounterPerParameter) {
+  Flat flat({{1}, {1}}, {.weight_decay = {0.0, 0.0}});
+  for (size_t i = 0; i < 2; ++i) flat.set(flat.grads, i, {1.0f});
+  for (const bool second : {true, false, true}) flat.step(0.1, 1.0f, {1, second});
+  EXPECT_NEAR(static_cast<double>(flat.get(flat.weights, 0)[0]), -0.3, 1e-6);
+  EXPECT_NEAR(static_cast<double>(flat.get(flat.weights, 1)[0]), -0.2, 1e-6);
+  EXPECT_EQ(flat.optimizer->updates(), (std::vector<int64_t>{3, 2}));
+
+  Flat later({{1}, {1}}, {.weight_decay = {0.0, 0.0}});
+  later.optimizer->set_updates({3, 2});
+  EXPECT_EQ(later.optimizer->updates(), (std::vector<int64_t>{3, 2}));
+  EXPECT_THROW_WITH(later.optimizer->set_updates({1}), InvalidArgument, "1 parameters for 2");
+  EXPECT_THROW_WITH(later.optimizer->set_updates({1, -1}), InvalidArgument, "parameter 1");
+}
+
+// A parameter without gradient is left as it is in the middle of others, its moments too.
+TEST(Optimizer, OUf01WithoutAGradientNothingMoves) {
+  for (const char* rule : {"adamw", "sgd", "lion", "lamb", "muon"}) {
+    const std::vector<Shape> shapes = {{5, 3}, {2, 4}, {5, 3}};
+    Flat flat(shapes, OptimizerOptions{.rule = rule, .momentum = 0.5, .weight_decay = {0.1, 0.1, 0.1}});
+    for (size_t i = 0; i < 3; ++i) {
+      const auto count = static_cast<size_t>(shapes[i].numel());
+      flat.set(flat.weights, i, random_floats(count, 1));
+      flat.set(flat.grads, i, random_floats(count, 2));
+    }
+    flat.step(0.1);
+    const auto everything = [&](size_t param) {
+      auto values = flat.get(flat.weights, param);
+      for (const auto& entry : flat.optimizer->state())
+        if (entry.slices[0].defined()) append(values, flat.get(entry.slices[0], param));
+      return values;
+    };
+    const auto middle = everything(1), first = everything(0);
+    flat.step(0.1, 1.0f, {1, 0, 1});
+    expect_same_bits(everything(1), middle, rule);
+    EXPECT_NE(everything(0), first) << rule;
+    expect_same_bits(everything(2), everything(0), rule);
+  }
+}
+
+TEST(Optimizer, FrozenParametersHaveNoStateAndStay) {
+  const std::vector<Shape> shapes = {{5, 3}, {4, 4}};
+  const std::vector<ParamSpec> specs = Flat::specs_of(shapes);
+  const OptimizerOptions options{.weight_decay = {0.1, 0.1}, .trainable = {1, 0}};
+  const std::vector<int> groups = state_groups(specs, options);
+  EXPECT_EQ(groups, (std::vector<int>{0, 2}));
+  Rig rig({.executor = CpuExecutor::kDeferred});
+  const ShardMap map(specs, make_units(specs, {}, {.group_of_param = groups}), 1);
+  const auto optimizer = make_optimizer(rig.stream(), map, 0, nullptr, options);
+  ASSERT_EQ(map.num_units(), 2);
+  for (const OptimizerState& state : optimizer->state()) {
+    EXPECT_TRUE(state.slices[0].defined());
+    EXPECT_FALSE(state.slices[1].defined());
+  }
+  const auto filled = [&](int unit) {
+    return rig.upload(random_floats(static_cast<size_t>(map.unit_elements(unit)), 1));
+  };
+  const std::vector<Tensor> weights = {filled(0), filled(1)}, grads = {filled(0), Tensor()};
+  const auto before = rig.download(weights[1]);
+  optimizer->step(rig.stream(), weights, grads, {.lr = 0.1, .scale = rig.upload({1.0f})});
+  expect_same_bits(rig.download(weights[1]), before);
+  EXPECT_NE(rig.download(weights[0]), before);
 }
 
 TEST(Optimizer, StateHasNamesAndStartsAtZero) {
   const auto names = [](const OptimizerOptions& options) {
     Flat flat({{3}, {2}}, options);
     std::vector<std::string> result;
-    for (const auto& [name, tensor] : flat.optimizer->state()) {
+    for (const auto& [name, slices] : flat.optimizer->state()) {
       result.push_back(name);
-      expect_same_bits(flat.rig.download(tensor),
-                       std::vector<float>(static_cast<size_t>(tensor.numel()), 0.0f), name);
+      expect_same_bits(flat.rig.download(slices[0]),
+                       std::vector<float>(static_cast<size_t>(slices[0].numel()), 0.0f), name);
     }
     return result;
   };
@@ -296,7 +384,7 @@ TEST(Optimizer, RefusesConstantsOutOfRange) {
     if (options.weight_decay.empty()) options.weight_decay = {0.0};
     return error_text<InvalidArgument>([&] { Flat({{3}}, options); });
   };
-  expect_parts(text({.rule = "lion"}), {"'lion'", "adamw or sgd"});
+  expect_parts(text({.rule = "adagrad"}), {"'adagrad'", "adamw, sgd, lion, lamb or muon"});
   expect_parts(text({.weight_decay = {0.0, 0.0}}), {"2 entries for 1"});
   expect_parts(text({.weight_decay = {-0.5}}), {"parameter 0 is -0.5"});
   expect_parts(text({.weight_decay = {kNan}}), {"parameter 0 is nan"});

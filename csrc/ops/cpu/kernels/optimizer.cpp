@@ -1,6 +1,6 @@
 #include "ops/cpu/kernels/optimizer.h"
 
-#include "ops/cpu/kernels/lanes.h"
+#include "ops/cpu/kernels/square_sum.h"
 
 namespace polyreme::cpu::POLYREME_ISA {
 
@@ -42,6 +42,103 @@ void sgd(const SgdArgs& args, int64_t begin, int64_t end) {
     }
     store(param + i, fnma(lr, b, load(param + i, lanes) * decay), lanes);
   });
+}
+
+void lion(const LionArgs& args, int64_t begin, int64_t end) {
+  float* const param = args.param + begin;
+  const float* const grad = args.grad + begin;
+  float* const m = args.m + begin;
+  const v16f scale = broadcast(args.scale), decay = broadcast(args.decay), lr = broadcast(args.lr);
+  const v16f new_u = broadcast(args.new_u), new_m = broadcast(args.new_m);
+  for_lanes(end - begin, [=](int64_t i, auto lanes) {
+    const v16f old_m = load(m + i, lanes);
+    const v16f change = load(grad + i, lanes) * scale - old_m;
+    const v16f u = fma(new_u, change, old_m);
+    const v16f step = select(u == zero(), zero(), copy_sign(lr, u));
+    store(m + i, fma(new_m, change, old_m), lanes);
+    store(param + i, fma(load(param + i, lanes), decay, -step), lanes);
+  });
+}
+
+namespace {
+
+// r of LAMB, from moments that are up to date.
+struct LambDirection {
+  explicit LambDirection(const AdamWArgs& args, float weight_decay)
+      : step_size(broadcast(args.step_size)),
+        sqrt_bias2(broadcast(args.sqrt_bias2)),
+        eps(broadcast(args.eps)),
+        decay(broadcast(weight_decay)) {}
+  v16f step_size, sqrt_bias2, eps, decay;
+};
+
+POLYREME_INLINE v16f lamb_direction(const LambDirection& d, v16f param, v16f m, v16f v) {
+  return fma(d.decay, param, d.step_size * m / (sqrt(v) / d.sqrt_bias2 + d.eps));
+}
+
+}  // namespace
+
+void lamb_moments(const AdamWArgs& args, float decay, int64_t begin, int64_t end, double* sums) {
+  const float* const param = args.param + begin;
+  const float* const grad = args.grad + begin;
+  float* const m = args.m + begin;
+  float* const v = args.v + begin;
+  const v16f scale = broadcast(args.scale), new_m = broadcast(args.new_m), keep_v = broadcast(args.keep_v),
+             new_v = broadcast(args.new_v);
+  const LambDirection direction(args, decay);
+  SquareSum param_squares, direction_squares;
+  for_lanes(end - begin, [&](int64_t i, auto lanes) {
+    const v16f g = load(grad + i, lanes) * scale;
+    const v16f old_m = load(m + i, lanes);
+    const v16f m_new = fma(new_m, g - old_m, old_m);
+    const v16f v_new = fma(new_v * g, g, load(v + i, lanes) * keep_v);
+    store(m + i, m_new, lanes);
+    store(v + i, v_new, lanes);
+    const v16f p = load(param + i, lanes);
+    add_squares(param_squares, p);
+    add_squares(direction_squares, lamb_direction(direction, p, m_new, v_new));
+  });
+  sums[0] = total(param_squares);
+  sums[1] = total(direction_squares);
+}
+
+void lamb_apply(const AdamWArgs& args, float decay, float lr, int64_t begin, int64_t end) {
+  float* const param = args.param + begin;
+  const float* const m = args.m + begin;
+  const float* const v = args.v + begin;
+  const LambDirection direction(args, decay);
+  const v16f factor = broadcast(lr);
+  for_lanes(end - begin, [&](int64_t i, auto lanes) {
+    const v16f p = load(param + i, lanes);
+    const v16f r = lamb_direction(direction, p, load(m + i, lanes), load(v + i, lanes));
+    store(param + i, fnma(factor, r, p), lanes);
+  });
+}
+
+void muon_momentum(const MomentumArgs& args, int64_t begin, int64_t end) {
+  const float* const grad = args.grad + begin;
+  float* const m = args.m + begin;
+  float* const out = args.out + begin;
+  const v16f scale = broadcast(args.scale), new_m = broadcast(args.new_m),
+             momentum = broadcast(args.momentum);
+  for_lanes(end - begin, [=](int64_t i, auto lanes) {
+    const v16f g = load(grad + i, lanes) * scale;
+    const v16f old_m = load(m + i, lanes);
+    const v16f m_new = fma(new_m, g - old_m, old_m);
+    store(m + i, m_new, lanes);
+    store(out + i, fma(momentum, m_new - g, g), lanes);
+  });
+}
+
+void weighted_sum(float a, const float* x, float b, const float* y, float* out, int64_t n) {
+  const v16f factor_x = broadcast(a), factor_y = broadcast(b);
+  if (y == nullptr) {
+    for_lanes(n, [=](int64_t i, auto lanes) { store(out + i, factor_x * load(x + i, lanes), lanes); });
+  } else {
+    for_lanes(n, [=](int64_t i, auto lanes) {
+      store(out + i, fma(factor_y, load(y + i, lanes), factor_x * load(x + i, lanes)), lanes);
+    });
+  }
 }
 
 }  // namespace polyreme::cpu::POLYREME_ISA

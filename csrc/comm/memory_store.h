@@ -8,9 +8,9 @@
 #include "base/error.h"
 #include "comm/store.h"
 
-namespace polyreme::testing {
+namespace polyreme {
 
-// A store within one process.
+// A store within one process: of ranks that are threads, or of one rank alone.
 class MemoryStore final : public Store {
  public:
   void set(const std::string& key, const std::string& value) override {
@@ -42,7 +42,7 @@ class MemoryStore final : public Store {
     return sum;
   }
 
-  // Every call throws PeerLost from now on.
+  // For tests: every call throws PeerLost from now on.
   void lose() {
     const std::lock_guard lock(mutex_);
     lost_ = true;
@@ -62,4 +62,4 @@ class MemoryStore final : public Store {
   bool lost_ = false;
 };
 
-}  // namespace polyreme::testing
+}  // namespace polyreme

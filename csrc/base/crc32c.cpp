@@ -1,4 +1,4 @@
-#include "comm/net/crc32c.h"
+#include "base/crc32c.h"
 
 #include <array>
 #include <bit>
@@ -86,7 +86,39 @@ uint32_t checksum(const void* data, size_t num_bytes) {
   return finish<Step>(kStart, reinterpret_cast<const uint8_t*>(lanes.data()), sizeof(lanes));
 }
 
+// Whole blocks at data, data + block_bytes, ...: four chains at once.
+template <typename Step>
+void four_blocks(const uint8_t* data, size_t block_bytes, uint32_t* checksums) {
+  uint64_t a = kStart, b = kStart, c = kStart, d = kStart;
+  size_t at = 0;
+  for (; at + 8 <= block_bytes; at += 8) {
+    a = Step::word(a, load_word(data + at));
+    b = Step::word(b, load_word(data + block_bytes + at));
+    c = Step::word(c, load_word(data + 2 * block_bytes + at));
+    d = Step::word(d, load_word(data + 3 * block_bytes + at));
+  }
+  const std::array<uint64_t, 4> states = {a, b, c, d};
+  for (size_t i = 0; i < 4; ++i)
+    checksums[i] = finish<Step>(states[i], data + i * block_bytes + at, block_bytes - at);
+}
+
 }  // namespace
+
+void crc32c_of_blocks(const void* data, size_t num_bytes, size_t block_bytes, uint32_t* checksums) {
+  const auto* at = static_cast<const uint8_t*>(data);
+  while (kHasInstruction && num_bytes >= 4 * block_bytes) {
+    four_blocks<InstructionStep>(at, block_bytes, checksums);
+    at += 4 * block_bytes;
+    num_bytes -= 4 * block_bytes;
+    checksums += 4;
+  }
+  while (num_bytes > 0) {
+    const size_t size = num_bytes < block_bytes ? num_bytes : block_bytes;
+    *checksums++ = crc32c(at, size);
+    at += size;
+    num_bytes -= size;
+  }
+}
 
 uint32_t crc32c(const void* data, size_t num_bytes) {
   if (!kHasInstruction) return portable::crc32c(data, num_bytes);

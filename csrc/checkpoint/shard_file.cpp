@@ -1,0 +1,208 @@
+#include "checkpoint/shard_file.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "base/crc32c.h"
+#include "base/error.h"
+
+namespace polyreme {
+namespace {
+
+static_assert(std::endian::native == std::endian::little);
+
+constexpr int64_t kBlockBytes = 256 << 10;
+constexpr int64_t kWriteBytes = 16 * kBlockBytes;  // of one call: checked while it is in the cache
+constexpr int64_t kAlignment = 64;                 // of the data in the file
+constexpr const char* kFormat = "polyreme-1";
+
+int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+void append_hex(std::string& out, uint32_t value) {
+  for (int shift = 28; shift >= 0; shift -= 4) out += "0123456789abcdef"[value >> shift & 15];
+}
+
+std::string hex(uint32_t value) {
+  std::string out;
+  append_hex(out, value);
+  return out;
+}
+
+// -1 unless `text` is eight lower-case hexadecimal digits.
+int64_t parse_hex(std::string_view text) {
+  int64_t value = 0;
+  for (const char c : text) {
+    const bool digit = c >= '0' && c <= '9', letter = c >= 'a' && c <= 'f';
+    if (!digit && !letter) return -1;
+    value = value * 16 + (digit ? c - '0' : c - 'a' + 10);
+  }
+  return text.size() == 8 ? value : -1;
+}
+
+// Length, header and padding: what stands before the data.
+std::string framed(const ShardHeader& header) {
+  std::string json = encode_shard_header(header);
+  const int64_t total = divide_up(kLengthBytes + static_cast<int64_t>(json.size()), kAlignment) * kAlignment;
+  json.resize(static_cast<size_t>(total - kLengthBytes), ' ');
+  const auto length = static_cast<uint64_t>(json.size());
+  std::string bytes(kLengthBytes, '\0');
+  std::memcpy(bytes.data(), &length, sizeof(length));
+  return bytes + json;
+}
+
+void place_entries(ShardHeader& header, int64_t data_bytes) {
+  int64_t at = 0;
+  for (ShardEntry& entry : header.entries) {
+    int64_t size = shard_dtype_size(entry.dtype);
+    for (const int64_t extent : entry.shape) size *= extent;
+    entry.begin = at;
+    entry.end = at += size;
+  }
+  require(at == data_bytes, "write_shard: the entries have ", at, " bytes, the data ", data_bytes);
+}
+
+}  // namespace
+
+ShardSummary write_shard(FileOps& files, const std::string& directory, const std::string& name,
+                         ShardHeader header, std::span<const std::byte> data) {
+  const auto data_bytes = static_cast<int64_t>(data.size());
+  place_entries(header, data_bytes);
+  std::vector<uint32_t> checksums(static_cast<size_t>(divide_up(data_bytes, kBlockBytes)));
+  header.metadata["format"] = kFormat;
+  header.metadata["block_bytes"] = std::to_string(kBlockBytes);
+  std::string& digits = header.metadata["crc32c"];
+  digits.assign(checksums.size() * 8, '0');
+  std::string head = framed(header);  // of the length that it will have
+  require(static_cast<int64_t>(head.size()) <= kMaxHeaderBytes, "write_shard: the header of '", name,
+          "' has ", head.size(), " bytes; the format allows ", kMaxHeaderBytes, ": save from more ranks");
+  const auto data_start = static_cast<int64_t>(head.size());
+  files.write_file(directory, name, [&](int fd, const std::string& path) {
+    for (int64_t at = 0; at < data_bytes; at += kWriteBytes) {
+      const auto part =
+          data.subspan(static_cast<size_t>(at), static_cast<size_t>(std::min(kWriteBytes, data_bytes - at)));
+      crc32c_of_blocks(part.data(), part.size(), kBlockBytes,
+                       &checksums[static_cast<size_t>(at / kBlockBytes)]);
+      files.write_at(fd, path, part, data_start + at);
+    }
+    // The header last: a file that was cut short in between is not one.
+    digits.clear();
+    for (const uint32_t checksum : checksums) append_hex(digits, checksum);
+    head = framed(header);
+    files.write_at(fd, path, std::as_bytes(std::span(head)), 0);
+  });
+  return {data_start + data_bytes, crc32c(head.data(), head.size())};
+}
+
+ShardFile::ShardFile(const std::string& directory, const std::string& name, const ShardSummary* expected,
+                     const std::string& generation)
+    : file_(directory, name) {
+  const std::string& where = file_.path();
+  const int64_t size = file_.size_bytes();
+  require<CheckpointCorrupt>(!expected || size == expected->size_bytes, "'", where, "' has ", size,
+                             " bytes; the manifest says ", expected ? expected->size_bytes : 0);
+  require<CheckpointCorrupt>(size >= kLengthBytes, "'", where, "' has ", size, " bytes, too few for a shard");
+  uint64_t length = 0;
+  file_.read(&length, 0, kLengthBytes);
+  require<CheckpointCorrupt>(length <= kMaxHeaderBytes && static_cast<int64_t>(length) <= size - kLengthBytes,
+                             "'", where, "' claims a header of ", length, " bytes; the file has ", size);
+  data_start_ = kLengthBytes + static_cast<int64_t>(length);
+  std::string head(static_cast<size_t>(data_start_), '\0');
+  file_.read(head.data(), 0, data_start_);
+  if (expected) {
+    const uint32_t found = crc32c(head.data(), head.size());
+    require<CheckpointCorrupt>(found == expected->header_crc32c, "the header of '", where, "' (bytes 0 to ",
+                               data_start_, ") has the CRC-32C ", hex(found), "; the manifest says ",
+                               hex(expected->header_crc32c));
+  }
+  try {
+    header_ = decode_shard_header(std::string_view(head).substr(kLengthBytes), data_bytes());
+  } catch (const CheckpointCorrupt& error) {
+    throw CheckpointCorrupt(concat("'", where, "': ", error.what()));
+  }
+  const auto text = [&](const char* key) {
+    const auto found = header_.metadata.find(key);
+    return found == header_.metadata.end() ? std::string() : found->second;
+  };
+  require<CheckpointCorrupt>(generation.empty() || text("generation") == generation, "'", where,
+                             "' is of generation '", text("generation").substr(0, 40),
+                             "'; the manifest is of '", generation, "': the file belongs to another save");
+  if (text("format") != kFormat) return;
+  const std::string digits = text("crc32c");
+  const int64_t num_blocks = divide_up(data_bytes(), kBlockBytes);
+  require<CheckpointCorrupt>(text("block_bytes") == std::to_string(kBlockBytes) &&
+                                 static_cast<int64_t>(digits.size()) == 8 * num_blocks,
+                             "'", where, "': block_bytes and crc32c of its metadata do not fit its ",
+                             data_bytes(), " bytes of data");
+  block_bytes_ = kBlockBytes;
+  for (int64_t i = 0; i < num_blocks; ++i) {
+    const int64_t value = parse_hex(std::string_view(digits).substr(static_cast<size_t>(8 * i), 8));
+    require<CheckpointCorrupt>(value >= 0, "'", where, "': crc32c of its metadata is not hexadecimal");
+    checksums_.push_back(static_cast<uint32_t>(value));
+  }
+}
+
+std::string ShardFile::entry_at(int64_t byte) const {
+  for (const ShardEntry& entry : header_.entries)
+    if (entry.begin <= byte && byte < entry.end) return entry.name;
+  return "";
+}
+
+void ShardFile::check_block(int64_t block, const std::byte* bytes, int64_t num_bytes) const {
+  const uint32_t found = crc32c(bytes, static_cast<size_t>(num_bytes));
+  const uint32_t expected = checksums_[static_cast<size_t>(block)];
+  if (found == expected) [[likely]]
+    return;
+  const int64_t begin = block * block_bytes_;
+  throw CheckpointCorrupt(concat("'", path(), "': bytes ", data_start_ + begin, " to ",
+                                 data_start_ + begin + num_bytes, " of the file, tensor '", entry_at(begin),
+                                 "' and following, have the CRC-32C ", hex(found), "; expected ",
+                                 hex(expected)));
+}
+
+void ShardFile::read(std::vector<ShardRead> reads) const {
+  for (const ShardRead& r : reads)
+    require(r.begin >= 0 && r.num_bytes >= 0 && r.begin <= data_bytes() - r.num_bytes, "read of bytes ",
+            r.begin, " to ", r.begin + r.num_bytes, " of '", path(), "', which has ", data_bytes());
+  if (checksums_.empty()) {
+    for (const ShardRead& r : reads) file_.read(r.to, data_start_ + r.begin, r.num_bytes);
+    return;
+  }
+  std::ranges::sort(reads, {}, &ShardRead::begin);
+  std::vector<std::byte> buffer(static_cast<size_t>(block_bytes_));
+  std::vector<uint32_t> found(static_cast<size_t>(kWriteBytes / kBlockBytes));
+  int64_t buffered = -1;  // the block in `buffer`
+  const auto size_of = [&](int64_t block) {
+    return std::min(block_bytes_, data_bytes() - block * block_bytes_);
+  };
+  for (const ShardRead& r : reads) {
+    const int64_t end = r.begin + r.num_bytes;
+    for (int64_t at = r.begin; at < end;) {
+      const int64_t block = at / block_bytes_, begin = block * block_bytes_;
+      std::byte* to = r.to + (at - r.begin);
+      // Blocks that are wanted whole go to their place, several at once; the borders by way of the buffer.
+      const int64_t whole = at == begin ? std::min(end - at, kWriteBytes) / block_bytes_ : 0;
+      if (whole > 0) {
+        const int64_t size = whole * block_bytes_;
+        file_.read(to, data_start_ + at, size);
+        crc32c_of_blocks(to, static_cast<size_t>(size), static_cast<size_t>(block_bytes_), found.data());
+        for (int64_t i = 0; i < whole; ++i)
+          if (found[static_cast<size_t>(i)] != checksums_[static_cast<size_t>(block + i)])
+            check_block(block + i, to + i * block_bytes_, block_bytes_);
+        at += size;
+        continue;
+      }
+      if (buffered != block) {
+        buffered = -1;
+        file_.read(buffer.data(), data_start_ + begin, size_of(block));
+        check_block(block, buffer.data(), size_of(block));
+        buffered = block;
+      }
+      const int64_t size = std::min(end, begin + size_of(block)) - at;
+      std::memcpy(to, buffer.data() + (at - begin), static_cast<size_t>(size));
+      at += size;
+    }
+  }
+}
+
+}  // namespace polyreme

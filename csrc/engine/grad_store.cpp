@@ -1,0 +1,131 @@
+#include "engine/grad_store.h"
+
+#include <algorithm>
+
+#include "ops/ops.h"
+
+namespace polyreme {
+namespace {
+
+size_t at(int i) { return static_cast<size_t>(i); }
+
+}  // namespace
+
+GradStore::GradStore(Stream& compute, Stream& background, const ParamRegistry& registry, const UnitPlan& plan,
+                     const DpGroups& groups, int64_t local_lanes, const ZeroOptions& options)
+    : compute_(compute),
+      background_(background),
+      plan_(plan),
+      groups_(groups),
+      round_first_(options.round_first),
+      keeps_slices_(options.stage >= 2 && groups.num_shards() > 1),
+      completed_(compute.device().create_event()) {
+  Device& device = compute.device();
+  const ShardMap& map = plan.map;
+  const auto num_units = at(map.num_units());
+  lane_grads_.resize(num_units);
+  slices_.resize(num_units);
+  own_.resize(num_units);
+  for (int unit = 0; unit < map.num_units(); ++unit) {
+    lane_sums_.emplace_back(device, Shape{map.unit_elements(unit)}, local_lanes, groups.shard());
+    reduced_.push_back(device.create_event());
+    if (keeps_slices_ || round_first_)
+      slices_[at(unit)] = groups.dp().allocate(
+          device, DType::kF32, {map.unit_elements(unit) / map.num_shards()}, "gradient slice");
+  }
+  for (int param = 0; param < map.num_params(); ++param)
+    for (int use = 1; use < registry.num_uses(param); ++use)
+      extra_uses_.push_back(
+          {.use = {param, use}, .layer = at(registry.layers_of(param)[at(use)]), .unit = map.unit_of(param)});
+}
+
+void GradStore::begin_step() {
+  for (LaneSum& sum : lane_sums_) sum.restart();
+  std::fill(lane_grads_.begin(), lane_grads_.end(), Tensor());
+  std::fill(own_.begin(), own_.end(), Tensor());
+  for (ExtraUse& extra : extra_uses_) extra.is_begun = false;
+  in_flight_.clear();
+}
+
+void GradStore::begin_layer(size_t layer) {
+  for (const int unit : plan_.accumulated_by[layer])
+    if (!lane_grads_[at(unit)].defined()) begin_unit(unit);
+  for (ExtraUse& extra : extra_uses_) {
+    if (extra.layer != layer || extra.is_begun) continue;
+    if (!extra.grad.defined())
+      extra.grad =
+          empty(compute_.device(), DType::kF32, plan_.map.shape_of(extra.use.param), "tied gradient");
+    fill(compute_, extra.grad, 0.0f);
+    extra.is_begun = true;
+  }
+}
+
+void GradStore::begin_unit(int unit) {
+  // Of an earlier round, which may still be on its way.
+  compute_.wait(*reduced_[at(unit)]);
+  while (keeps_slices_ && in_flight_.size() > kMaxInFlight) {
+    compute_.wait(*reduced_[at(in_flight_.front())]);
+    in_flight_.pop_front();
+  }
+  lane_grads_[at(unit)] = lane_sums_[at(unit)].begin_lane(compute_);
+}
+
+void GradStore::complete_layer(size_t layer) {
+  for (const int unit : plan_.completed_by[layer]) {
+    for (ExtraUse& extra : extra_uses_) {
+      if (extra.unit != unit) continue;
+      const Tensor total = grad({extra.use.param, 0});
+      add(compute_, total, extra.grad, total);
+      extra.is_begun = false;
+      if (keeps_slices_) extra.grad = {};
+    }
+    lane_grads_[at(unit)] = {};
+    if (lane_sums_[at(unit)].end_lane(compute_)) reduce(unit);
+  }
+}
+
+Tensor GradStore::sum_over_ranks(int unit, Stream& stream) {
+  LaneSum& sum = lane_sums_[at(unit)];
+  Tensor slice;
+  if (groups_.num_shards() == 1) {
+    sum.finish(stream, &slice)->wait_on(stream);
+    return slice;
+  }
+  slice = round_first_ || !keeps_slices_ ? sum.own_slice() : slices_[at(unit)];
+  sum.finish_slice(stream, slice)->wait_on(stream);
+  if (groups_.replicas()) groups_.replicas()->all_reduce(slice, ReduceOp::kSum, stream)->wait_on(stream);
+  return slice;
+}
+
+void GradStore::reduce(int unit) {
+  if (&background_ != &compute_) {
+    compute_.record(*completed_);
+    background_.wait(*completed_);
+  }
+  const Tensor sum = sum_over_ranks(unit, background_);
+  if (round_first_) {
+    const Tensor& total = slices_[at(unit)];
+    if (own_[at(unit)].defined())
+      add(background_, total, sum, total);
+    else
+      copy(background_, sum, total);
+  }
+  own_[at(unit)] = round_first_ ? slices_[at(unit)] : sum;
+  if (keeps_slices_) lane_sums_[at(unit)].release();
+  background_.record(*reduced_[at(unit)]);
+  in_flight_.push_back(unit);
+}
+
+void GradStore::finish() {
+  for (const std::unique_ptr<Event>& reduced : reduced_) compute_.wait(*reduced);
+  in_flight_.clear();
+}
+
+Tensor GradStore::grad(const ParamUse& use) const {
+  if (use.use == 0) return plan_.map.view(lane_grads_[at(plan_.map.unit_of(use.param))], use.param);
+  for (const ExtraUse& extra : extra_uses_)
+    if (extra.use.param == use.param && extra.use.use == use.use) return extra.grad;
+  throw Error(concat("parameter ", use.param, " has no use ", use.use));
+}
+
+}  // namespace polyreme

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "engine/dp_groups.h"
+#include "engine/unit_plan.h"
+#include "mesh/lane_sum.h"
+#include "nn/layer.h"
+
+namespace polyreme {
+
+// The gradients of a rank, by unit. First uses of parameters accumulate into the unit's buffer of the lane;
+// further uses of tied ones have buffers of their own, which are added in ascending order of use when the
+// lane's gradient of the unit is complete. In the rank's last lane a unit is summed over the ranks as soon as
+// it is complete, on `background` while backward goes on if that is another stream than `compute`.
+//
+// From stage 2 on a unit's buffer lives from its first gradient to its reduction: where a rank has one lane
+// and the lane one micro-batch, or rounds are reduced at once, that is a few layers; otherwise the whole
+// local gradient is held until the last lane ends.
+class GradStore {
+ public:
+  // From stage 2 on, buffers that may wait for their reduction when backward begins another.
+  static constexpr size_t kMaxInFlight = 1;
+
+  // All arguments but `options` must outlive this object.
+  GradStore(Stream& compute, Stream& background, const ParamRegistry& registry, const UnitPlan& plan,
+            const DpGroups& groups, int64_t local_lanes, const ZeroOptions& options);
+
+  // Before the first lane of a step: forgets the last gradient, and what a step that failed has left.
+  void begin_step();
+  // Before the backward of a layer: makes the accumulators of what it adds to, unless this lane has them.
+  void begin_layer(size_t layer);
+  // After the backward of a layer by the lane's last micro-batch: units that are complete leave the lane,
+  // and after the rank's last lane they are reduced.
+  void complete_layer(size_t layer);
+  // After the last layer of the last lane: `compute` goes on when all reductions are done.
+  void finish();
+
+  Tensor grad(const ParamUse& use) const;
+  // This rank's slices of the gradient, by unit: summed over all lanes, after finish. Undefined before.
+  const std::vector<Tensor>& own() const { return own_; }
+
+ private:
+  struct ExtraUse {
+    ParamUse use;
+    size_t layer;
+    int unit;
+    Tensor grad;
+    bool is_begun = false;
+  };
+  void begin_unit(int unit);
+  void reduce(int unit);
+  // The slice of the sum over all ranks, enqueued on `stream`.
+  Tensor sum_over_ranks(int unit, Stream& stream);
+
+  Stream& compute_;
+  Stream& background_;
+  const UnitPlan& plan_;
+  const DpGroups& groups_;
+  bool round_first_;
+  bool keeps_slices_;               // stage 2: buffers go after the reduction
+  std::vector<LaneSum> lane_sums_;  // by unit, as the following
+  std::vector<Tensor> lane_grads_;  // of the current lane; undefined: not begun
+  std::vector<Tensor> slices_;      // where the reduction goes; undefined: stays in the buffer
+  std::vector<Tensor> own_;
+  std::vector<std::unique_ptr<Event>> reduced_;
+  std::vector<ExtraUse> extra_uses_;
+  std::deque<int> in_flight_;  // units whose buffers a reduction may still hold, oldest first
+  std::unique_ptr<Event> completed_;
+};
+
+}  // namespace polyreme

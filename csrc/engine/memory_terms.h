@@ -1,0 +1,30 @@
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "engine/unit_plan.h"
+#include "optim/optimizer.h"
+
+namespace polyreme {
+
+// One part of the memory of a rank, from the shard map alone.
+struct MemoryTerm {
+  const char* name;
+  int64_t bytes;
+  bool stays;  // between steps; otherwise the most that a step has at once
+};
+
+struct MemoryQuestion {
+  ZeroOptions zero;
+  int64_t local_lanes = 1;
+  int64_t micro_batches = 1;  // of a lane between two reductions
+};
+
+// weights, gradients, tied gradients (their further uses), lane buffers (partial sums of a rank's lanes),
+// moments; for a step: gather window (weights of stage 3), buckets (gradients of stage 2 until they are
+// reduced). Without activations, and without the staging of the communicators, which is not device memory.
+std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& registry,
+                                     std::span<const OptimizerState> state, const MemoryQuestion& question);
+
+}  // namespace polyreme

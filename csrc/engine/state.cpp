@@ -1,0 +1,69 @@
+// Engine: what checkpoints save and bring back.
+#include "engine/engine.h"
+#include "ops/ops.h"
+
+namespace polyreme {
+
+std::vector<StatePart> Engine::state_parts() const {
+  std::vector<StatePart> parts;
+  const std::vector<ShardMap::Piece> pieces = map().pieces(groups_.shard_rank() % map().num_shards());
+  const auto add = [&](const std::string& kind, const std::vector<Tensor>& slices) {
+    for (const ShardMap::Piece& piece : pieces) {
+      const Tensor& slice = slices[static_cast<size_t>(map().unit_of(piece.param))];
+      if (!slice.defined()) continue;  // a unit without such state
+      parts.push_back({kind, piece.param, piece.param_begin, piece.size,
+                       slice.slice(0, piece.unit_shard_begin, piece.unit_shard_begin + piece.size)});
+    }
+  };
+  add("weight", params_.weights.own());
+  for (const auto& [name, slices] : optimizer_->state()) add(name, slices);
+  return parts;
+}
+
+namespace {
+
+// Calls body(tensor, offset) for each range, with its place in the host memory.
+template <typename Body>
+void for_each_range(const std::vector<StatePart>& parts, std::span<const Engine::StateRange> ranges,
+                    size_t host_bytes, const Body& body) {
+  size_t offset = 0;
+  std::vector<std::pair<Tensor, size_t>> places;
+  for (const auto& [index, begin, end] : ranges) {
+    require(index >= 0 && static_cast<size_t>(index) < parts.size(), "state: part ", index, " of ",
+            parts.size());
+    const StatePart& part = parts[static_cast<size_t>(index)];
+    require(part.begin <= begin && begin <= end && end <= part.begin + part.size, "state: elements ", begin,
+            " to ", end, " of a part that has ", part.begin, " to ", part.begin + part.size);
+    const Tensor tensor = part.tensor.slice(0, begin - part.begin, end - part.begin);
+    places.emplace_back(tensor, offset);
+    offset += static_cast<size_t>(tensor.size_bytes());
+  }
+  require(offset == host_bytes, "state: the ranges have ", offset, " bytes, the memory ", host_bytes);
+  for (const auto& [tensor, place] : places) body(tensor, place);
+}
+
+}  // namespace
+
+void Engine::read_state(std::span<const StateRange> ranges, std::span<std::byte> to) {
+  for_each_range(state_parts(), ranges, to.size(), [&](const Tensor& tensor, size_t offset) {
+    copy_to_host(*stream_, tensor, to.data() + offset);
+  });
+  stream_->synchronize();
+}
+
+void Engine::write_state(std::span<const StateRange> ranges, std::span<const std::byte> from) {
+  for_each_range(state_parts(), ranges, from.size(), [&](const Tensor& tensor, size_t offset) {
+    copy_from_host(*stream_, from.data() + offset, tensor);
+  });
+  params_.weights.gather_updated();
+  stream_->synchronize();
+  background().synchronize();
+}
+
+void Engine::set_progress(int64_t applied_steps, std::vector<int64_t> updates) {
+  require(applied_steps >= 0, "set_progress: applied_steps is ", applied_steps, "; expected at least 0");
+  optimizer_->set_updates(std::move(updates));
+  applied_steps_ = applied_steps;
+}
+
+}  // namespace polyreme

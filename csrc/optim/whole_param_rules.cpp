@@ -1,0 +1,165 @@
+// Rules whose update of an element depends on the whole parameter, of which a rank has a part.
+#include <algorithm>
+#include <cmath>
+
+#include "ops/update.h"
+#include "optim/rule_base.h"
+
+namespace polyreme {
+namespace {
+
+AdamWOptions adamw_options(const OptimizerOptions& options, double lr, double weight_decay, int64_t step) {
+  return {.lr = lr,
+          .beta1 = options.beta1,
+          .beta2 = options.beta2,
+          .eps = options.eps,
+          .weight_decay = weight_decay,
+          .step = step};
+}
+
+// The norms of a parameter and of its direction are exact sums, whose order does not matter: ranks add those
+// of their parts.
+class Lamb final : public RuleBase {
+ public:
+  Lamb(Stream& stream, const ShardMap& map, int64_t shard, Communicator* group,
+       const OptimizerOptions& options)
+      : RuleBase(map, shard, options),
+        group_(group),
+        m_(add_state(stream, "exp_avg")),
+        v_(add_state(stream, "exp_avg_sq")) {
+    check_betas("LAMB", options);
+    check_eps("LAMB", options);
+  }
+
+  void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
+            const OptimizerStep& step) override {
+    const auto decays = [this](int param) { return weight_decay(param) > 0; };
+    for (const Run& run : runs(
+             step, [&](int param) { return !decays(param); }, /*merged=*/true))
+      adamw(stream, run.part(weights), run.part(grads), run.part(m_), run.part(v_), step.scale,
+            adamw_options(options(), run.lr, 0.0, run.step));
+
+    const std::vector<Run> adapted = runs(step, decays, /*merged=*/false);
+    const Tensor sums = empty(stream.device(), DType::kI64, {map().num_params(), 2, ExactSum::kLimbs},
+                              "squared norms of parameters");
+    zero(stream, sums);
+    const auto sums_of = [&](int param) {
+      return sums.slice(0, param, param + 1).view({2, ExactSum::kLimbs});
+    };
+    const auto constants = [&](const Run& run) {
+      return adamw_options(options(), run.lr, run.weight_decay, run.step);
+    };
+    for (const Run& run : adapted)
+      lamb_moments(stream, run.part(weights), run.part(grads), run.part(m_), run.part(v_), step.scale,
+                   constants(run), sums_of(run.param));
+    if (group_ != nullptr && map().num_shards() > 1)
+      group_->all_reduce(sums, ReduceOp::kSum, stream)->wait_on(stream);
+    for (const Run& run : adapted)
+      lamb_apply(stream, run.part(weights), run.part(m_), run.part(v_), sums_of(run.param), step.scale,
+                 constants(run));
+  }
+
+ private:
+  static void zero(Stream& stream, const Tensor& sums) {
+    const Tensor rows = sums.view({sums.numel() / ExactSum::kLimbs, ExactSum::kLimbs});
+    for (int64_t row = 0; row < rows.size(0); ++row)
+      zero_limbs(stream, rows.slice(0, row, row + 1).view({ExactSum::kLimbs}));
+  }
+
+  Communicator* group_;
+  const std::vector<Tensor>& m_;
+  const std::vector<Tensor>& v_;
+};
+
+// Matrices: the momentum of a unit is gathered, and a rank orthogonalizes those of which it has a part. A
+// matrix that lies on a border of shards is computed by both sides; nothing is sent back. All else takes
+// AdamW.
+class Muon final : public RuleBase {
+ public:
+  Muon(Stream& stream, const ShardMap& map, int64_t shard, Communicator* group,
+       const OptimizerOptions& options)
+      : RuleBase(map, shard, options),
+        group_(group),
+        momentum_(add_state(stream, "momentum", [this](int param) { return is_matrix(param); })),
+        m_(add_state(stream, "exp_avg", [this](int param) { return !is_matrix(param); })),
+        v_(add_state(stream, "exp_avg_sq", [this](int param) { return !is_matrix(param); })) {
+    check_betas("Muon", options);
+    check_eps("Muon", options);
+    check_momentum("Muon", options);
+  }
+
+  void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
+            const OptimizerStep& step) override {
+    for (const Run& run : runs(
+             step, [this](int param) { return !is_matrix(param); }, /*merged=*/true))
+      adamw(stream, run.part(weights), run.part(grads), run.part(m_), run.part(v_), step.scale,
+            adamw_options(options(), run.lr, run.weight_decay, run.step));
+    const auto runs_of_matrices = runs(
+        step, [this](int param) { return is_matrix(param); }, /*merged=*/false);
+    for (int unit = 0; unit < map().num_units(); ++unit) {
+      if (!takes_part(unit, step)) continue;  // on all ranks alike: the gathering is collective
+      const Tensor all = gathered_directions(stream, unit, runs_of_matrices, grads, step);
+      for (const Run& run : runs_of_matrices)
+        if (run.unit == unit) update(stream, run, all, weights, step.scale);
+    }
+  }
+
+ private:
+  bool is_matrix(int param) const { return is_muon_matrix(options(), param, map().shape_of(param)); }
+  bool takes_part(int unit, const OptimizerStep& step) const {
+    return std::ranges::any_of(map().params_of(unit), [&](int param) {
+      return is_trainable(param) && is_matrix(param) &&
+             (step.has_grad.empty() || step.has_grad[static_cast<size_t>(param)]);
+    });
+  }
+
+  // Updates the momentum of this shard; the Nesterov directions of all shards, as the unit's buffer.
+  Tensor gathered_directions(Stream& stream, int unit, const std::vector<Run>& runs,
+                             std::span<const Tensor> grads, const OptimizerStep& step) {
+    const Tensor all = empty(stream.device(), DType::kF32, {map().unit_elements(unit)}, "muon directions");
+    const FlatRange own_range = map().shard_slice(unit, shard());
+    const Tensor own = all.slice(0, own_range.begin, own_range.end);
+    fill(stream, own, 0.0f);
+    for (const Run& run : runs)
+      if (run.unit == unit)
+        muon_momentum(stream, run.part(grads), run.part(momentum_), step.scale, options().momentum,
+                      own.slice(0, run.begin, run.end));
+    if (group_ != nullptr && map().num_shards() > 1) group_->all_gather(own, all, stream)->wait_on(stream);
+    return all;
+  }
+
+  void update(Stream& stream, const Run& run, const Tensor& all, std::span<const Tensor> weights,
+              const Tensor& scale) {
+    const Tensor matrix = map().view(all, run.param);
+    orthogonalize(stream, matrix);
+    const int64_t first = map().shard_slice(run.unit, shard()).begin;
+    muon_apply(stream, run.part(weights), all.slice(0, first + run.begin, first + run.end), scale,
+               {.lr = run.lr,
+                .weight_decay = run.weight_decay,
+                .factor = 0.2 * std::sqrt(static_cast<double>(std::max(matrix.size(0), matrix.size(1))))});
+  }
+
+  Communicator* group_;
+  const std::vector<Tensor>& momentum_;
+  const std::vector<Tensor>& m_;
+  const std::vector<Tensor>& v_;
+};
+
+}  // namespace
+
+std::unique_ptr<Optimizer> make_lamb(Stream& stream, const ShardMap& map, int64_t shard,
+                                     Communicator* shard_group, const OptimizerOptions& options) {
+  return std::make_unique<Lamb>(stream, map, shard, shard_group, options);
+}
+
+std::unique_ptr<Optimizer> make_muon(Stream& stream, const ShardMap& map, int64_t shard,
+                                     Communicator* shard_group, const OptimizerOptions& options) {
+  return std::make_unique<Muon>(stream, map, shard, shard_group, options);
+}
+
+bool is_muon_matrix(const OptimizerOptions& options, int param, const Shape& shape) {
+  return shape.size() == 2 &&
+         (options.elementwise.empty() || !options.elementwise[static_cast<size_t>(param)]);
+}
+
+}  // namespace polyreme

@@ -1,0 +1,213 @@
+"""PyTorch's ways to train the same GPT, and DeepSpeed's, as rivals of `bench step`: each as its documentation has it.
+
+All use AdamW with the native default groups, clipping, and gradients accumulated over the same micro-batches. bf16 is
+autocast over fp32 weights in PyTorch, its mixed precision in FSDP2, and DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import InvalidArgument, NotAvailable
+
+__all__ = ["RIVALS", "check_rivals"]
+
+LR, EPS, WEIGHT_DECAY, CLIP_NORM = 1e-4, 1e-8, 0.1, 1.0
+
+Step = Callable[[Any, Any], float]  # from a rank's int32 tokens and targets to its mean loss
+
+
+def _module(settings: dict[str, Any]) -> Any:
+    import torch
+
+    from ..models import GPT
+    from .torch_gpt import TorchGPT, load_weights
+
+    torch.set_num_threads(settings["threads"])
+    module = TorchGPT(GPT(**settings["model"]))
+    load_weights(module, lambda name: np.load(os.path.join(settings["weights"], name + ".npy")))
+    return module
+
+
+def _join_gloo(settings: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{settings['weights']}/gloo-{settings['contender']}",
+        rank=settings["rank"],
+        world_size=settings["ranks"],
+    )
+
+
+def _step(settings: dict[str, Any], module: Any, forward: Any, last: Callable[[bool], Any]) -> Step:
+    """A training step. last(whether it is the last micro-batch) is the context in which one runs."""
+    import torch
+
+    optimizer = torch.optim.AdamW(module.groups(WEIGHT_DECAY), lr=LR, eps=EPS, fused=True)
+    size = settings["micro_batch"]
+
+    def step(tokens: Any, targets: Any) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for begin in range(0, len(tokens), size):
+            part = slice(begin, begin + size)
+            share = len(tokens[part]) / len(tokens)
+            with last(begin + size >= len(tokens)):
+                with _autocast(settings):
+                    loss = forward(_long(tokens[part]), _long(targets[part])) * share
+                loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP_NORM)
+        optimizer.step()
+        return total
+
+    return step
+
+
+def _long(array: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(array).long()
+
+
+def _autocast(settings: dict[str, Any]) -> Any:
+    import torch
+
+    if settings["precision"] == "fp32" or settings["contender"] == "torch-fsdp":
+        return contextlib.nullcontext()
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def _anywhere(is_last: bool) -> Any:
+    return contextlib.nullcontext()
+
+
+def _make_torch(settings: dict[str, Any]) -> Step:
+    """Eager, one process."""
+    module = _module(settings)
+    return _step(settings, module, module, _anywhere)
+
+
+def _make_compile(settings: dict[str, Any]) -> Step:
+    """torch.compile, one process. The first step compiles."""
+    import torch
+
+    module = _module(settings)
+    return _step(settings, module, torch.compile(module), _anywhere)
+
+
+def _make_ddp(settings: dict[str, Any]) -> Step:
+    """DistributedDataParallel."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    _join_gloo(settings)
+    module = _module(settings)
+    parallel = DistributedDataParallel(module)
+    return _step(
+        settings,
+        module,
+        parallel,
+        lambda is_last: contextlib.nullcontext() if is_last else parallel.no_sync(),
+    )
+
+
+def _make_fsdp(settings: dict[str, Any]) -> Step:
+    """FSDP2: every block, and the rest, sharded over the ranks (ZeRO-3)."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    _join_gloo(settings)
+    module: Any = _module(settings)
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (settings["ranks"],))}
+    if settings["precision"] == "bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in module.h:
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+
+    def last(is_last: bool) -> Any:
+        module.set_requires_gradient_sync(is_last)
+        return contextlib.nullcontext()
+
+    return _step(settings, module, module, last)
+
+
+def _make_deepspeed(settings: dict[str, Any]) -> Step:
+    """DeepSpeed with the same ZeRO stage as ours."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import torch
+
+    _join_gloo(settings)
+    module = _module(settings)
+    optimizer = torch.optim.AdamW(module.groups(WEIGHT_DECAY), lr=LR, eps=EPS, fused=True)
+    accumulated = settings["batch"] // settings["micro_batch"]
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        config={
+            "train_micro_batch_size_per_gpu": settings["micro_batch"],
+            "gradient_accumulation_steps": accumulated,
+            "gradient_clipping": CLIP_NORM,
+            "zero_optimization": {"stage": settings["zero"]},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": settings["precision"] == "bf16"},
+            "steps_per_print": 1 << 30,
+        },
+    )
+
+    def step(tokens: Any, targets: Any) -> float:
+        total = 0.0
+        for begin in range(0, len(tokens), settings["micro_batch"]):
+            part = slice(begin, begin + settings["micro_batch"])
+            loss = engine(_long(tokens[part]), _long(targets[part]))
+            engine.backward(loss)
+            engine.step()
+            total += float(loss.detach()) / accumulated
+        return total
+
+    return step
+
+
+RIVALS: dict[str, Callable[[dict[str, Any]], Step]] = {
+    "torch": _make_torch,
+    "torch-compile": _make_compile,
+    "torch-ddp": _make_ddp,
+    "torch-fsdp": _make_fsdp,
+    "deepspeed": _make_deepspeed,
+}
+DISTRIBUTED = ("torch-ddp", "torch-fsdp", "deepspeed")
+
+
+def check_rivals(names: list[str], ranks: int, batch: int, micro_batch: int) -> None:
+    """Refuses what cannot run here.
+
+    Raises:
+        InvalidArgument: an unknown rival, or one that trains in one process.
+        NotAvailable: one that is not installed; the message has the command that installs it.
+    """
+    for name in names:
+        if name not in RIVALS:
+            raise InvalidArgument(f"--against {name}: expected {', '.join(RIVALS)}")
+        if ranks > 1 and name not in DISTRIBUTED:
+            raise InvalidArgument(
+                f"--against {name}: it trains in one process; with --ranks {ranks} compare with torch-ddp"
+            )
+        if name == "deepspeed" and batch % micro_batch:
+            raise InvalidArgument(
+                f"--against deepspeed: --batch {batch} must be a multiple of --micro-batch {micro_batch}"
+            )
+    if names and importlib.util.find_spec("torch") is None:
+        raise NotAvailable(f"--against {names[0]}: PyTorch is not installed; pip install torch")
+    if "deepspeed" in names and importlib.util.find_spec("deepspeed") is None:
+        raise NotAvailable(
+            "--against deepspeed: DeepSpeed is not installed; DS_ACCELERATOR=cpu pip install deepspeed"
+        )

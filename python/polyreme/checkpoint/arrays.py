@@ -1,0 +1,100 @@
+"""Arrays of the user as the state of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _core
+from ..checks import check_int
+from ..errors import InvalidArgument
+from .layout import HeldTensor
+from .manifest import ITEM_BYTES
+
+__all__ = ["ArrayPart", "ArrayState"]
+
+
+@dataclass(frozen=True)
+class ArrayPart:
+    """This rank's part of a tensor that several ranks hold: a run of its flat row-major elements.
+
+    array: any shape, contiguous. shape: of the whole tensor. begin: the first element that `array` holds.
+
+        checkpoints.save({"moment": pr.checkpoint.ArrayPart(own, shape=(1000, 64), begin=first)}, step=3)
+    """
+
+    array: Any
+    shape: tuple[int, ...]
+    begin: int
+
+
+class ArrayState:
+    """Named arrays: NumPy's, or what speaks DLPack on the CPU. A plain array is the whole tensor, equal on all
+    ranks."""
+
+    def __init__(self, world: _core.World, arrays: Mapping[str, Any], *, writable: bool) -> None:
+        self._held: list[HeldTensor] = []
+        self._bytes: list[NDArray[np.uint8]] = []
+        self._begins: list[int] = []
+        for name, value in arrays.items():
+            if not isinstance(name, str):
+                raise InvalidArgument(f"the name {name!r} is no text")
+            part = value if isinstance(value, ArrayPart) else None
+            array = value.array if part else value
+            if isinstance(array, int | float | bool) or array is None:
+                raise InvalidArgument(f"state {name!r} is {array!r}; scalars belong into extras=")
+            dtype, data = _core.array_bytes(world, array, writable, f"state {name!r}")
+            count = data.size // ITEM_BYTES[dtype]
+            shape = tuple(int(n) for n in (part.shape if part else array.shape))
+            begin = check_int(f"state {name!r}: begin", part.begin, 0) if part else 0
+            whole = 1
+            for extent in shape:
+                whole *= check_int(f"state {name!r}: an extent of shape", extent, 0)
+            if begin + count > whole:
+                raise InvalidArgument(
+                    f"state {name!r}: elements {begin} to {begin + count} of a tensor of shape {shape}, which has {whole}"
+                )
+            pieces = [(begin, begin + count)] if count else []
+            self._held.append(HeldTensor(name, dtype, shape, pieces))
+            self._bytes.append(data)
+            self._begins.append(begin)
+
+    def held(self) -> list[HeldTensor]:
+        """See State."""
+        return self._held
+
+    def _slice(self, piece: tuple[int, int, int]) -> NDArray[np.uint8]:
+        index, begin, end = piece
+        item, first = ITEM_BYTES[self._held[index].dtype], self._begins[index]
+        return self._bytes[index][(begin - first) * item : (end - first) * item]
+
+    def read(self, pieces: Sequence[tuple[int, int, int]], staging: NDArray[np.uint8]) -> None:
+        """See State."""
+        at = 0
+        for piece in pieces:
+            source = self._slice(piece)
+            staging[at : at + source.size] = source
+            at += source.size
+
+    def write(self, pieces: Sequence[tuple[int, int, int]], staging: NDArray[np.uint8]) -> None:
+        """See State."""
+        at = 0
+        for piece in pieces:
+            target = self._slice(piece)
+            target[:] = staging[at : at + target.size]
+            at += target.size
+
+    def scalars(self) -> dict[str, Any]:
+        """See State."""
+        return {}
+
+    def check_scalars(self, state: dict[str, Any]) -> list[str]:
+        """See State."""
+        return []
+
+    def set_scalars(self, state: dict[str, Any]) -> None:
+        """See State."""

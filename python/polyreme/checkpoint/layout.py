@@ -1,0 +1,240 @@
+"""Who holds what, and who writes it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import _core
+from ..errors import CheckpointError, InvalidArgument
+from .manifest import ITEM_BYTES, TensorRecord
+
+__all__ = ["HeldTensor", "State", "WritePlan", "agree_on_plan"]
+
+_CUT = re.compile(r"\[[0-9]+:[0-9]+\]\Z")
+_MAX_NAME_BYTES = 1000
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """What this rank holds of a tensor: ranges [begin, end) of its flat row-major elements, ascending."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: list[tuple[int, int]]
+
+    @property
+    def record(self) -> TensorRecord:
+        """The tensor as a whole."""
+        return TensorRecord(self.dtype, self.shape)
+
+
+class State(Protocol):
+    """Something whose state can be saved and loaded by pieces. All calls come from the thread of the steps."""
+
+    def held(self) -> list[HeldTensor]:
+        """What this rank holds, the same list at every call; the pieces cover every tensor over all ranks."""
+
+    def read(self, pieces: Sequence[tuple[int, int, int]], staging: NDArray[np.uint8]) -> None:
+        """Copies pieces (index into held(), begin, end) into `staging`, one after the other."""
+
+    def write(self, pieces: Sequence[tuple[int, int, int]], staging: NDArray[np.uint8]) -> None:
+        """The inverse, for pieces of held()."""
+
+    def scalars(self) -> dict[str, Any]:
+        """What is no tensor, as JSON; the same on all ranks."""
+
+    def check_scalars(self, state: dict[str, Any]) -> list[str]:
+        """What of saved scalars does not fit; empty if all does. Changes nothing."""
+
+    def set_scalars(self, state: dict[str, Any]) -> None:
+        """Takes them over."""
+
+
+def check_names(held: Sequence[HeldTensor]) -> None:
+    """Refuses names that a file could not give back.
+
+    Raises:
+        InvalidArgument: a name twice, empty, too long, not Unicode, or one that looks like a cut of another.
+    """
+    seen: set[str] = set()
+    for tensor in held:
+        name = tensor.name
+        if name in seen:
+            raise InvalidArgument(f"two tensors are named {name!r}; names must differ")
+        seen.add(name)
+        try:
+            size = len(name.encode())
+        except UnicodeEncodeError:
+            raise InvalidArgument(f"the name {name!r} is not valid Unicode") from None
+        if not 0 < size <= _MAX_NAME_BYTES or name == "__metadata__" or _CUT.search(name) or "\0" in name:
+            raise InvalidArgument(
+                f"the name {name[:80]!r} of {size} bytes cannot be used; expected 1 to {_MAX_NAME_BYTES} bytes, not"
+                " '__metadata__', and no '[number:number]' at the end"
+            )
+
+
+def entry_name(name: str, record: TensorRecord, begin: int, end: int) -> str:
+    """Of a piece in its shard."""
+    return name if end - begin == record.num_elements else f"{name}[{begin}:{end}]"
+
+
+def parse_entry(entry: str, tensors: dict[str, TensorRecord]) -> tuple[str, int, int] | None:
+    """(tensor, begin, end) of an entry, or None if the manifest has no such tensor."""
+    if entry in tensors:
+        return entry, 0, tensors[entry].num_elements
+    cut = _CUT.search(entry)
+    if cut is None or entry[: cut.start()] not in tensors:
+        return None
+    begin, end = cut[0][1:-1].split(":")
+    return entry[: cut.start()], int(begin), int(end)
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """What this rank writes: pieces (index into its held(), begin, end); and all tensors by name."""
+
+    pieces: list[tuple[int, int, int]]
+    tensors: dict[str, TensorRecord]
+    bytes_of_rank: list[int]
+
+
+@dataclass
+class Planner:
+    """Agrees with the other ranks on who writes what; the plan is kept while nobody's pieces change."""
+
+    min_cut_bytes: int = 1 << 20
+    _key: tuple[str, ...] = field(default=(), init=False)
+    _plan: WritePlan | None = field(default=None, init=False)
+
+    def digest(self, held: Sequence[HeldTensor]) -> str:
+        """Equal where table and pieces are."""
+        return _digest(_encode_table(held), _encode_pieces(held))
+
+    def plan(self, world: _core.World, held: Sequence[HeldTensor], digests: Sequence[str]) -> WritePlan:
+        """Collective where any of the `digests` (by rank) is another than last time."""
+        key = tuple(digests)
+        if self._plan is None or key != self._key:
+            self._plan = agree_on_plan(world, held, digests, self.min_cut_bytes)
+            self._key = key
+        return self._plan
+
+
+def _encode_table(held: Sequence[HeldTensor]) -> bytes:
+    return json.dumps([[t.name, t.dtype, list(t.shape)] for t in held]).encode()
+
+
+def _encode_pieces(held: Sequence[HeldTensor]) -> bytes:
+    rows = [(i, begin, end) for i, t in enumerate(held) for begin, end in t.pieces]
+    return np.array(rows, dtype="<i8").reshape(-1, 3).tobytes()
+
+
+def _digest(table: bytes, pieces: bytes) -> str:
+    return f"{hashlib.sha256(table).hexdigest()}/{hashlib.sha256(pieces).hexdigest()}"
+
+
+def agree_on_plan(
+    world: _core.World, held: Sequence[HeldTensor], digests: Sequence[str], min_cut_bytes: int
+) -> WritePlan:
+    """Exchanges what the ranks hold and deals the writing out. Collective.
+
+    Only the first of the ranks with equal tables, or equal pieces, sends them: what a rank receives grows with
+    the number of different ones.
+
+    Raises:
+        InvalidArgument: on all ranks: a tensor of which ranks say different things, or that nobody holds whole.
+    """
+    tables, table_of_rank = _exchange(world, _encode_table(held), [d.split("/")[0] for d in digests])
+    pieces, _ = _exchange(world, _encode_pieces(held), list(digests))
+    classes = list(dict.fromkeys(digests))
+    first = [list(digests).index(d) for d in classes]
+
+    names: dict[str, int] = {}
+    records: list[TensorRecord] = []
+    numbers: list[NDArray[np.int64]] = []  # of each table: number of its i-th tensor among all
+    for t, table in enumerate(tables):
+        number = []
+        for name, dtype, shape in json.loads(table):
+            record = TensorRecord(dtype, tuple(shape))
+            index = names.setdefault(name, len(names))
+            if index == len(records):
+                records.append(record)
+            elif records[index] != record:
+                rank = table_of_rank.index(t)
+                raise InvalidArgument(
+                    f"save: tensor {name!r} is {record.dtype}{list(record.shape)} on rank {rank} and"
+                    f" {records[index].dtype}{list(records[index].shape)} on a rank before it"
+                )
+            number.append(index)
+        numbers.append(np.array(number, dtype=np.int64))
+
+    rows = []
+    for rank, piece in zip(first, pieces, strict=True):
+        row = np.frombuffer(piece, dtype="<i8").reshape(-1, 3).copy()
+        row[:, 0] = numbers[table_of_rank[rank]][row[:, 0]]
+        rows.append(row)
+    class_of = {digest: c for c, digest in enumerate(classes)}
+    planned, loads = _core.plan_save(
+        [(name, records[i].num_elements, ITEM_BYTES[records[i].dtype]) for name, i in names.items()],
+        rows,
+        [class_of[d] for d in digests],
+        world.rank,
+        min_cut_bytes,
+    )
+    own = {int(number): i for i, number in enumerate(numbers[table_of_rank[world.rank]])}
+    return WritePlan(
+        pieces=[(own[int(t)], int(begin), int(end)) for t, begin, end in planned],
+        tensors={name: records[i] for name, i in names.items()},
+        bytes_of_rank=loads,
+    )
+
+
+def names_everywhere(world: _core.World, own: Sequence[str]) -> set[str]:
+    """The names that any rank holds. Collective."""
+    text = json.dumps(list(own)).encode()
+    digest = hashlib.sha256(text).hexdigest()
+    digests = [d.decode() for d in world.all_gather_bytes(digest.encode(), "checkpoint load: names")]
+    texts, _ = _exchange(world, text, digests)
+    return {name for part in texts for name in json.loads(part)}
+
+
+def _exchange(world: _core.World, own: bytes, digests: list[str]) -> tuple[list[bytes], list[int]]:
+    """The distinct texts, in order of the first rank that has each, and which of them every rank has."""
+    distinct = list(dict.fromkeys(digests))
+    sends = digests.index(digests[world.rank]) == world.rank
+    gathered = world.all_gather_bytes(own if sends else b"", "checkpoint: layout")
+    texts = [gathered[digests.index(d)] for d in distinct]
+    return texts, [distinct.index(d) for d in digests]
+
+
+def require_agreement(world: _core.World, what: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """All ranks' `facts`, by rank. Collective.
+
+    Raises:
+        CheckpointError: on all ranks, if any has an "error"; names ranks and texts.
+    """
+    all_facts = [json.loads(text) for text in world.all_gather_bytes(json.dumps(facts).encode(), what)]
+    errors = {rank: f["error"] for rank, f in enumerate(all_facts) if f.get("error")}
+    if errors:
+        raise CheckpointError(f"{what}: {join_errors(errors)}")
+    return all_facts
+
+
+def join_errors(errors: dict[int, str]) -> str:
+    """ "rank 1: text; rank 3: text"; ranks with one text together."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in sorted(errors.items()):
+        ranks_of.setdefault(text, []).append(rank)
+    parts = []
+    for text, ranks in ranks_of.items():
+        shown = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
+        parts.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}: {text}")
+    return "; ".join(parts)

@@ -1,0 +1,108 @@
+"""A Trainer as the state of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .layout import HeldTensor
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+__all__ = ["TrainerState"]
+
+# Of the configuration of a model, what changes memory and speed alone.
+_FREE = ("recompute",)
+
+
+class TrainerState:
+    """Weights as model/<parameter>, state of the optimizer as optimizer/<kind>/<parameter>; by shard of ZeRO."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._engine = trainer._engine
+        specs = trainer.model.param_specs()
+        shapes = {spec["name"]: tuple(spec["shape"]) for spec in specs}
+        self._params = [spec["name"] for spec in specs]
+        self._held: list[HeldTensor] = []
+        self._parts: list[list[tuple[int, int, int]]] = []  # of each tensor: (part, begin, end)
+        index: dict[str, int] = {}
+        for part, (kind, param, dtype, begin, size) in enumerate(self._engine.state_parts()):
+            name = f"model/{param}" if kind == "weight" else f"optimizer/{kind}/{param}"
+            if name not in index:
+                index[name] = len(self._held)
+                self._held.append(HeldTensor(name, dtype, shapes[param], []))
+                self._parts.append([])
+            self._held[index[name]].pieces.append((begin, begin + size))
+            self._parts[index[name]].append((part, begin, begin + size))
+
+    def held(self) -> list[HeldTensor]:
+        """See State."""
+        return self._held
+
+    def _ranges(self, pieces: Sequence[tuple[int, int, int]]) -> NDArray[np.int64]:
+        rows = []
+        for index, begin, end in pieces:
+            for part, first, last in self._parts[index]:
+                if max(begin, first) < min(end, last):
+                    rows.append((part, max(begin, first), min(end, last)))
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+    def read(self, pieces: Sequence[tuple[int, int, int]], staging: NDArray[np.uint8]) -> None:
+        """See State."""
+        self._engine.read_state(self._ranges(pieces), staging)
+
+    def write(self, pieces: Sequence[tuple[int, int, int]], staging: NDArray[np.uint8]) -> None:
+        """See State."""
+        self._engine.write_state(self._ranges(pieces), staging)
+
+    def scalars(self) -> dict[str, Any]:
+        """See State."""
+        trainer = self._trainer
+        return {
+            "applied_steps": trainer.applied_steps,
+            "updates": dict(zip(self._params, self._engine.updates, strict=True)),
+            "seed": trainer.seed,
+            "global_batch": trainer.global_batch,
+            "lanes": dataclasses.asdict(trainer.lanes),
+            "model": {"kind": type(trainer.model).__name__, **dataclasses.asdict(trainer.model)},
+            "optimizer": type(trainer.optimizer).__name__,
+            "data": trainer._data_facts,
+        }
+
+    def check_scalars(self, state: dict[str, Any]) -> list[str]:
+        """See State. Lanes may differ, with a warning: then so do the bits."""
+        own, problems = self.scalars(), []
+        try:
+            for key in ("seed", "global_batch", "optimizer"):
+                if state[key] != own[key]:
+                    problems.append(f"{key} was {state[key]!r}, is {own[key]!r}")
+            for key in sorted({*state["model"], *own["model"]} - {*_FREE}):
+                old, new = state["model"].get(key), own["model"].get(key)
+                if old != new:
+                    problems.append(f"model: {key} was {old!r}, is {new!r}")
+            if set(state["updates"]) != set(self._params):
+                problems.append("the counters of updates are of other parameters")
+            if not all(type(n) is int for n in [state["applied_steps"], *state["updates"].values()]):
+                problems.append("a count is no integer")
+            if state["lanes"] != own["lanes"] and self._trainer.mesh.world.rank == 0:
+                logging.getLogger("polyreme").warning(
+                    "the checkpoint was made with lanes %s, this run has %s: it goes on, but not with the bits of the"
+                    " run that was stopped",
+                    state["lanes"],
+                    own["lanes"],
+                )
+        except (KeyError, TypeError, AttributeError):
+            problems.append("it was not saved from a Trainer; load its weights alone with weights_only=True")
+        return problems
+
+    def set_scalars(self, state: dict[str, Any]) -> None:
+        """See State."""
+        self._engine.set_progress(state["applied_steps"], [state["updates"][name] for name in self._params])
+        self._trainer._data_facts = state.get("data")

@@ -1,0 +1,62 @@
+"""How data parallelism divides memory and overlaps its communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .checks import check_int, check_type
+
+__all__ = ["Zero"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero:
+    """ZeRO (Rajbhandari et al. 2020) over the ranks of dp. `Trainer(zero=2)` is `Trainer(zero=pr.Zero(stage=2))`.
+
+    No field changes a bit of the results.
+
+    stage: what is divided. 0: nothing. 1: optimizer state. 2: gradients too. 3: weights too; a layer's are
+        gathered ahead of its use and released after it.
+    shard_size: ranks that divide it among them: a power of two that divides dp, or None for all of dp. Below
+        dp each such group of neighbouring ranks holds everything once (hybrid sharding): more memory, and
+        weights are gathered inside the group only.
+    bucket_bytes: gradients are reduced in buckets of about this many bytes.
+    overlap: buckets are reduced, and weights gathered, while the backward pass goes on.
+    prefetch: stage 3: layers whose weights are gathered ahead of use.
+    persist_below: stage 3: parameters of fewer elements stay whole on every rank.
+
+    Example:
+        >>> import polyreme as pr
+        >>> pr.Zero(stage=3, shard_size=8, prefetch=2).stage
+        3
+
+    Raises:
+        InvalidArgument: a field out of range, naming it.
+    """
+
+    stage: int = 0
+    shard_size: int | None = None
+    bucket_bytes: int = 25 << 20
+    overlap: bool = True
+    prefetch: int = 1
+    persist_below: int = 0
+
+    def __post_init__(self) -> None:
+        def set_int(name: str, low: int, high: int | None = None) -> None:
+            object.__setattr__(self, name, check_int(f"Zero: {name}", getattr(self, name), low, high))
+
+        set_int("stage", 0, 3)
+        if self.shard_size is not None:
+            size = check_int("Zero: shard_size", self.shard_size, 1, otherwise="None for all of dp")
+            object.__setattr__(self, "shard_size", size)
+        set_int("bucket_bytes", 1)
+        check_type("Zero: overlap", self.overlap, bool, "True or False")
+        set_int("prefetch", 0)
+        set_int("persist_below", 0)
+
+    @classmethod
+    def of(cls, value: int | Zero) -> Zero:
+        """`value`, or the stage of that number."""
+        if isinstance(value, Zero):
+            return value
+        return cls(stage=check_int("zero", value, 0, 3, otherwise="a polyreme.Zero"))

@@ -1,0 +1,224 @@
+"""A training that is stopped and goes on, on another layout: the same bits as one that never stopped."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import polyreme as pr
+import pytest
+from helpers import TINY, alone, clean_environment, fingerprint, python_corpus, refused
+from polyreme.checkpoint import CheckpointFiles, complete_steps
+from polyreme.testing import run_ranks
+
+STEPS, BATCH = 5, 8
+FULL = os.environ.get("POLYREME_TEST_FULL") == "1"
+MODEL = {**TINY, "vocab": 257}
+
+
+def trainer_of(world, **options):
+    options.setdefault(
+        "optimizer", pr.AdamW(lr=pr.lr.warmup_cosine(peak=1e-2, warmup=2, total=6), weight_decay=0.1)
+    )
+    options.setdefault("model", MODEL)
+    options.setdefault("lanes", pr.Lanes(dp=8))
+    model = pr.models.GPT(**options.pop("model"))
+    return pr.Trainer(model, pr.Mesh(world), global_batch=BATCH, clip_norm=1.0, **options)
+
+
+def dataset(tmp_path_factory):
+    return python_corpus(tmp_path_factory.getbasetemp())
+
+
+def train(folder, corpus, ranks, steps, *, every=None, resume=False, **options):
+    """Trains up to `steps`; returns (losses and norms of the steps that ran, the bits at the end)."""
+
+    def body(world):
+        trainer = trainer_of(world, **options)
+        data = pr.data.TokenDataset(corpus, seq_len=MODEL["seq_len"])
+        history = []
+        with pr.Checkpointer(folder, every=every) as checkpoints:
+            if resume:
+                trainer.resume(checkpoints, must_exist=True)
+            for stats in trainer.fit(data, steps=steps, checkpoints=checkpoints):
+                history.append((stats.step, stats.loss.hex(), stats.grad_norm.hex(), stats.lr))
+        return history, fingerprint(trainer)
+
+    results = run_ranks(ranks, body)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """Never stopped, on one rank."""
+    corpus = dataset(tmp_path_factory)
+    return train(tmp_path_factory.mktemp("whole"), corpus, 1, STEPS), corpus
+
+
+LAYOUTS = [(1, 0), (2, 1), (4, 2), (2, 3), (8, 3)] if FULL else [(1, 0), (2, 1), (4, 3)]
+PAIRS = (
+    [(a, b) for a in LAYOUTS for b in LAYOUTS]
+    if FULL
+    else [(LAYOUTS[0], b) for b in LAYOUTS[1:]]
+    + [(a, LAYOUTS[0]) for a in LAYOUTS[1:]]
+    + [(LAYOUTS[1], LAYOUTS[2])]
+)
+
+
+@pytest.mark.parametrize("first, second", PAIRS)
+def test_o_rs_05_o_dl_07_stopped_and_resumed_elsewhere(whole_run, tmp_path, first, second):
+    (history, bits), corpus = whole_run
+    head, _ = train(tmp_path, corpus, first[0], 2, zero=first[1])
+    tail, resumed = train(tmp_path, corpus, second[0], STEPS, resume=True, zero=second[1])
+    assert head + tail == history
+    assert resumed == bits
+    files = CheckpointFiles(str(tmp_path), 2)
+    elements = sum(t.num_elements for n, t in files.manifest.tensors.items() if n.startswith("optimizer/"))
+    parameters = sum(t.num_elements for n, t in files.manifest.tensors.items() if n.startswith("model/"))
+    assert elements == 2 * parameters
+    assert sum(f.data_bytes for f in files.files) == 4 * (elements + parameters)
+
+
+def test_o_dl_03_saved_again_right_after_a_resume(whole_run, tmp_path):
+    (history, bits), corpus = whole_run
+    train(tmp_path, corpus, 2, 2)
+    for step in (2, 3):  # no step, one step, then the rest
+        train(tmp_path, corpus, 1, step, resume=True)
+    tail, resumed = train(tmp_path, corpus, 2, STEPS, resume=True)
+    assert (tail, resumed) == (history[3:], bits)
+
+
+def test_every_and_fresh_start(whole_run, tmp_path, caplog):
+    (history, _), corpus = whole_run
+
+    def body(world):
+        trainer = trainer_of(world)
+        data = pr.data.TokenDataset(corpus, seq_len=MODEL["seq_len"])
+        with pr.Checkpointer(tmp_path, every=2, keep=10) as checkpoints:
+            refused(
+                pr.CheckpointError,
+                ["no committed checkpoint"],
+                lambda: trainer.resume(checkpoints, must_exist=True),
+            )
+            assert trainer.resume(checkpoints) is None
+            return [s.loss.hex() for s in trainer.fit(data, steps=STEPS, checkpoints=checkpoints)]
+
+    with caplog.at_level(logging.WARNING):
+        losses = run_ranks(2, body)
+    assert losses[0] == [loss for _, loss, _, _ in history]
+    assert complete_steps(tmp_path) == [2, 4, 5]
+    assert "no committed checkpoint" in caplog.text
+
+
+def test_what_does_not_fit_is_listed_and_nothing_changes(whole_run, tmp_path):
+    _, corpus = whole_run
+    train(tmp_path, corpus, 1, 1)
+    world = alone()
+    cases = [
+        (dict(seed=3), ["seed was 0, is 3"]),
+        (
+            dict(model={**MODEL, "hidden": 64}),
+            ["'model/wte.weight'", "[257, 32]", "[257, 64]", "hidden was 32, is 64"],
+        ),
+        (
+            dict(model={**MODEL, "layers": 3}),
+            ["missing", "'model/h.2.ln_1.weight'", "'optimizer/exp_avg/h.2"],
+        ),
+        (dict(model={**MODEL, "layers": 1}), ["unexpected", "'model/h.1.ln_1.weight'"]),
+        (dict(model={**MODEL, "heads": 2}), ["heads was 4, is 2"]),
+        (
+            dict(optimizer=pr.SGD(lr=0.1, momentum=0.9)),
+            ["'optimizer/momentum/wte.weight'", "optimizer was 'AdamW'"],
+        ),
+    ]
+    with pr.Checkpointer(tmp_path, world=world) as checkpoints:
+        for options, words in cases:
+            trainer = trainer_of(world, **options)
+            weights = [trainer.parameter(n).tobytes() for n in trainer.parameter_names()]
+            refused(pr.CheckpointError, words, lambda trainer=trainer: trainer.resume(checkpoints))
+            assert weights == [trainer.parameter(n).tobytes() for n in trainer.parameter_names()]
+            assert trainer.applied_steps == 0
+        # A warm start needs the weights alone.
+        source, target = trainer_of(world), trainer_of(world, seed=3, optimizer=pr.SGD(lr=0.1))
+        checkpoints.load(source)
+        checkpoints.load(target, weights_only=True)
+        assert target.applied_steps == 0
+        for name in source.parameter_names():
+            assert source.parameter(name).tobytes() == target.parameter(name).tobytes()
+
+
+def test_other_lanes_are_said(whole_run, tmp_path, caplog):
+    _, corpus = whole_run
+    train(tmp_path, corpus, 1, 1)
+    with caplog.at_level(logging.WARNING), pr.Checkpointer(tmp_path) as checkpoints:
+        trainer_of(alone(), lanes=pr.Lanes(dp=4)).resume(checkpoints)
+    assert "not with the bits" in caplog.text
+
+
+SCRIPT = """
+import os, sys, time
+import polyreme as pr
+world = pr.init(num_threads=1)
+model = pr.models.GPT(layers=1, hidden=32, heads=4, vocab=257, seq_len=24)
+trainer = pr.Trainer(model, pr.Mesh(world), optimizer=pr.AdamW(lr=1e-3), global_batch=4)
+data = pr.data.TokenDataset(sys.argv[1], seq_len=24)
+with pr.Checkpointer(sys.argv[2]) as checkpoints:
+    trainer.resume(checkpoints)
+    for stats in trainer.fit(data, steps=int(sys.argv[3]), checkpoints=checkpoints):
+        print(stats.step, flush=True)
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.mp
+def test_f24_signals(whole_run, tmp_path):
+    """SIGUSR1 saves and goes on; SIGTERM saves and then ends the process as it would have."""
+    _, corpus = whole_run
+    command = [sys.executable, "-c", SCRIPT, str(corpus), str(tmp_path / "a"), "100000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_environment())
+    lines = iter(process.stdout)
+    next(lines)
+    process.send_signal(signal.SIGUSR1)
+    while not complete_steps(tmp_path / "a"):
+        next(lines)
+    process.send_signal(signal.SIGTERM)
+    steps = [int(line) for line in lines]
+    assert process.wait(timeout=60) == -signal.SIGTERM
+    saved = complete_steps(tmp_path / "a")
+    assert len(saved) == 2
+    assert not steps or saved[-1] >= steps[-1]
+
+
+@pytest.mark.mp
+def test_o_ck_05_the_end_waits_for_the_save(tmp_path):
+    """The last statement starts a save with a slow disk; the interpreter ends after it is committed."""
+    script = (
+        "import sys, numpy as np, polyreme as pr\n"
+        "from polyreme import _core\n"
+        "world = pr.init(num_threads=1)\n"
+        "checkpoints = pr.Checkpointer(sys.argv[1], world=world)\n"
+        "checkpoints._files = _core.FileOps(at=1, kind='delay', delay_s=0.1)\n"
+        "checkpoints.save_async({'w': np.arange(5.0)}, step=7)\n"
+    )
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        command = [
+            sys.executable,
+            "-m",
+            "polyreme",
+            "run",
+            "-n",
+            str(ranks),
+            str(tmp_path / "script.py"),
+            str(folder),
+        ]
+        (tmp_path / "script.py").write_text(script)
+        result = subprocess.run(
+            command, env=clean_environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        assert complete_steps(folder) == [7]
