@@ -40,7 +40,7 @@ __global__ void gemm_kernel(PolyremeGemm args) {
 #pragma unroll
       for (int c = 0; c < kPart; ++c) {
         const int64_t row = first_row + tile_row(r), column = first_column + tile_column(c);
-        if (row < args.m && column < args.n) body(part.at[r][c], row * args.n + column, column);
+        if (row < args.m && column < args.n) body(part.at[r][c], row * args.c_row + column, column);
       }
     }
   };

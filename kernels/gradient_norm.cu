@@ -94,13 +94,10 @@ __global__ void carry_kernel(int64_t* limbs) { exact::propagate(limbs); }
 __global__ void clip_kernel(PolyremeClipScale args) {
   POLYREME_SHARED(int64_t, limbs, exact::kLimbs);
   for (int i = 0; i < exact::kLimbs; ++i) limbs[i] = args.limbs[i];
-  const double norm = sqrt(exact::value(limbs));
+  const double norm = sqrt(exact::value(limbs)) * args.multiplier;
   const auto limit = static_cast<double>(args.max_norm);
-  if (!(norm <= 1.7976931348623157e308)) {
-    *args.scale = quiet_nan();
-  } else {
-    *args.scale = limit > 0 && norm > limit ? static_cast<float>(limit / norm) : 1.0f;
-  }
+  const double clip = limit > 0 && norm > limit ? limit / norm : 1.0;
+  *args.scale = norm <= 1.7976931348623157e308 ? static_cast<float>(args.multiplier * clip) : quiet_nan();
 }
 
 }  // namespace

@@ -16,8 +16,7 @@ namespace polyreme::kernels {
 cudaError_t launch_gradient_norm(const PolyremeGradientNorm& args, cudaStream_t stream);
 // limbs += every x. count below 2^30.
 cudaError_t launch_exact_sum(const PolyremeExactSum& args, cudaStream_t stream);
-// scale[0] as clip_scale of csrc/ops/ops.h: max_norm / norm where norm, the root of the sum, is larger,
-// otherwise 1; NaN where the norm is not finite.
+// scale[0] as clip_scale of csrc/ops/update.h for p = 2.
 cudaError_t launch_clip_scale(const PolyremeClipScale& args, cudaStream_t stream);
 
 }  // namespace polyreme::kernels

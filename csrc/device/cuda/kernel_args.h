@@ -60,6 +60,7 @@ struct PolyremeExactSum {
 struct PolyremeClipScale {
   const int64_t* limbs;
   float* scale;
+  double multiplier;
   float max_norm;
 };
 
@@ -214,10 +215,10 @@ struct PolyremeAttention {
 struct PolyremeGemm {
   const void* a;     // element [i, k] at i * a_row + k * a_column
   const void* b;     // element [k, j] at k * b_row + j * b_column
-  void* c;           // [m, n], contiguous
+  void* c;           // element [i, j] at i * c_row + j
   const void* bias;  // [n] or null
   int64_t m, n, k;
-  int64_t a_row, a_column, b_row, b_column;
+  int64_t a_row, a_column, b_row, b_column, c_row;
   int32_t accumulate;
   int32_t a_dtype, b_dtype, c_dtype, bias_dtype;
 };

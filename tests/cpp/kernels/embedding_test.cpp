@@ -65,28 +65,43 @@ TEST(EmbeddingKernel, HasTheBitsOfTheCpu) {
 }
 
 TEST(EmbeddingKernel, TokensThatAreNoneStopIt) {
+  const Size s = {2, 700, 4, 5};
   for (const int32_t bad_token : {-1, 5, INT32_MAX})
     for (const size_t at : {0, 7, 1300}) {
-      const Size s = {2, 700, 4, 5};
       std::vector<int32_t> tokens = drawn_tokens(s);
       tokens[at] = bad_token;
       tokens[1399] = bad_token;
       for_seeds([&] {
-        const std::vector<float> before(20, 1.0F);
+        const std::vector<float> before(static_cast<size_t>(s.batch * s.seq * s.cols), 1.0F);
         const Array<int32_t> ids(tokens), bad(1);
-        const Array<float> table(before), rows(normals(1400 * 4, 1));
-        run<PolyremeEmbedding>(kernels::launch_embedding_backward, {.tokens = ids.data(),
-                                                                    .token_rows = table.data(),
-                                                                    .rows = rows.data(),
-                                                                    .bad = bad.data(),
-                                                                    .batch = s.batch,
-                                                                    .seq = s.seq,
-                                                                    .cols = s.cols,
-                                                                    .vocab = s.vocab});
+        const Array<float> table(normals(s.vocab * s.cols, 1)), rows(before);
+        run<PolyremeEmbedding>(kernels::launch_embedding_forward, {.tokens = ids.data(),
+                                                                   .token_rows = table.data(),
+                                                                   .rows = rows.data(),
+                                                                   .bad = bad.data(),
+                                                                   .batch = s.batch,
+                                                                   .seq = s.seq,
+                                                                   .cols = s.cols,
+                                                                   .vocab = s.vocab});
         EXPECT_EQ(bad[0], static_cast<int32_t>(at));
-        expect_bits(table.floats(), before, "untouched");
+        expect_bits(rows.floats(), before, "untouched");
       });
     }
+  std::vector<int32_t> tokens = {0, 7, 1};
+  start_case(1);
+  const Array<int32_t> ids(tokens), bad(1);
+  const std::vector<float> before(2, 1.0F);
+  const Array<float> table(before), rows(normals(3, 1));
+  run<PolyremeEmbedding>(kernels::launch_embedding_backward, {.tokens = ids.data(),
+                                                              .token_rows = table.data(),
+                                                              .rows = rows.data(),
+                                                              .bad = bad.data(),
+                                                              .batch = 1,
+                                                              .seq = 3,
+                                                              .cols = 1,
+                                                              .vocab = 2});
+  EXPECT_EQ(bad[0], 1);
+  expect_bits(table.floats(), before, "untouched");
 }
 
 }  // namespace

@@ -48,6 +48,7 @@ void check_size(Size s) {
                                                            .a_column = a_transposed ? s.m : 1,
                                                            .b_row = b_transposed ? 1 : s.n,
                                                            .b_column = b_transposed ? s.k : 1,
+                                                           .c_row = s.n,
                                                            .accumulate = accumulate,
                                                            .a_dtype = kCodeOf<TA>,
                                                            .b_dtype = kCodeOf<TB>,
@@ -87,7 +88,8 @@ TEST(GemmKernel, AgainstFloat64) {
                                                      .a_row = s.k,
                                                      .a_column = 1,
                                                      .b_row = s.n,
-                                                     .b_column = 1});
+                                                     .b_column = 1,
+                                                     .c_row = s.n});
     expect_near(gc, c, 1e-6, std::sqrt(static_cast<double>(s.k)), "c");
   });
 }

@@ -70,7 +70,7 @@ TEST(GradientNormKernel, NumbersThatAreNotFinite) {
                                   {grad.data(), scale.data(), overflow.data(), limbs.data(), 2048});
         EXPECT_EQ(overflow[0], 1);
         const Array<float> factor(1);
-        run<PolyremeClipScale>(kernels::launch_clip_scale, {limbs.data(), factor.data(), 1.0F});
+        run<PolyremeClipScale>(kernels::launch_clip_scale, {limbs.data(), factor.data(), 1.0, 1.0F});
         EXPECT_TRUE(std::isnan(factor[0]));
       });
     }
@@ -91,11 +91,12 @@ TEST(GradientNormKernel, ExactSumAndFactorHaveTheBitsOfTheCpu) {
     for (const float max_norm : {0.0F, 1.0F, 1e30F}) {
       const Tensor limbs = cpu.make({kLimbs}, DType::kI64), scale = cpu.make({1});
       copy_from_host(cpu.stream(), squares.data(), limbs);
-      clip_scale(cpu.stream(), limbs, max_norm, scale);
+      clip_scale(cpu.stream(), limbs, max_norm, scale, 0.25);
       const Array<int64_t> gpu_limbs(squares);
       const Array<float> gpu_scale(1);
       start_case(1);
-      run<PolyremeClipScale>(kernels::launch_clip_scale, {gpu_limbs.data(), gpu_scale.data(), max_norm});
+      run<PolyremeClipScale>(kernels::launch_clip_scale,
+                             {gpu_limbs.data(), gpu_scale.data(), 0.25, max_norm});
       expect_bits(gpu_scale.floats(), cpu.download(scale), "factor");
     }
   }
@@ -123,7 +124,7 @@ TEST(GradientNormKernel, FactorsOfManySums) {
     const Array<int64_t> gpu_limbs(std::vector<int64_t>(limbs.begin(), limbs.end()));
     const Array<float> factor(1);
     start_case(1);
-    run<PolyremeClipScale>(kernels::launch_clip_scale, {gpu_limbs.data(), factor.data(), 1e-3F});
+    run<PolyremeClipScale>(kernels::launch_clip_scale, {gpu_limbs.data(), factor.data(), 1.0, 1e-3F});
     EXPECT_EQ(bits_of(factor[0]), bits_of(wanted)) << round;
   }
 }

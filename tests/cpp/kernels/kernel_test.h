@@ -23,6 +23,7 @@
 #include "device/cpu/cpu_device.h"
 #include "kernels/where.h"
 #include "ops/ops.h"
+#include "ops/update.h"
 
 namespace polyreme::kernel_test {
 
