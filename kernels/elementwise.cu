@@ -89,12 +89,6 @@ __global__ void fill_kernel(PolyremeFill args, bool packs) {
   });
 }
 
-// sigmoid(x) = 1 / (1 + exp(-x)); the bound keeps exp finite, so that no 0 * inf arises below.
-__device__ float sigmoid(float x) {
-  const float minus = -x;
-  return 1.0f / (1.0f + exp_f32(80.0f < minus ? 80.0f : minus));
-}
-
 template <typename T, bool kBackward>
 __global__ void swiglu_kernel(PolyremeSwiglu args, bool packs) {
   const auto* x = static_cast<const T*>(args.x);
@@ -109,14 +103,15 @@ __global__ void swiglu_kernel(PolyremeSwiglu args, bool packs) {
     if constexpr (kBackward) load_pack(dy + i, result);
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
-      const float s = sigmoid(gate[e]);
-      const float silu = gate[e] * s;
+      const float g = gate[e];
       if constexpr (kBackward) {
         const float gradient = result[e];
-        result[e] = gradient * silu;
-        gate[e] = gradient * up[e] * fmaf(silu, 1.0f - s, s);
+        const float exponential = exp_f32(80.0f < -g ? 80.0f : -g);  // finite; NaN stays
+        const float s = 1.0f / (1.0f + exponential);
+        result[e] = gradient * (g * s);
+        gate[e] = gradient * up[e] * fmaf(g, exponential * s * s, s);
       } else {
-        result[e] = silu * up[e];
+        result[e] = g / (1.0f + exp_f32(-g)) * up[e];
       }
     }
     if constexpr (kBackward) {

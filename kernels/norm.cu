@@ -52,13 +52,17 @@ __device__ Moments row_moments(int64_t cols, int lane, Value value) {
 
 template <typename Value>
 __device__ float row_mean_square(int64_t cols, int lane, Value value) {
-  float square = 0.0f;
+  float low = 0.0f, high = 0.0f;  // accumulators `lane` and `lane` + 32 of 64
 #pragma unroll 4
-  for (int64_t i = lane; i < cols; i += kWarp) {
+  for (int64_t i = lane; i < cols; i += 2 * kWarp) {
     const float x = value(i);
-    square = fmaf(x, x, square);
+    low = fmaf(x, x, low);
+    if (i + kWarp < cols) {
+      const float far = value(i + kWarp);
+      high = fmaf(far, far, high);
+    }
   }
-  return warp_sum(square) * (1.0f / static_cast<float>(cols));
+  return warp_sum(low + high) * (1.0f / static_cast<float>(cols));
 }
 
 template <typename T, typename Param, bool kStaged>

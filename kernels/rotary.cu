@@ -25,8 +25,8 @@ __global__ void rotary_kernel(PolyremeRotary args, bool packs) {
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
       const float sine = args.backward != 0 ? -s[e] : s[e];
-      const float turned = a[e] * c[e] - b[e] * sine;
-      b[e] = b[e] * c[e] + a[e] * sine;
+      const float turned = fmaf(-b[e], sine, a[e] * c[e]);
+      b[e] = fmaf(a[e], sine, b[e] * c[e]);
       a[e] = turned;
     }
     store_pack(x, a);

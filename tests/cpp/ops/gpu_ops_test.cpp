@@ -20,9 +20,10 @@ namespace polyreme {
 namespace {
 
 // One device: makes the inputs of a case, and gathers the bytes of its outputs.
-class Run {
+class OneDevice {
  public:
-  Run(Device& device, DType dtype) : device_(device), dtype_(dtype), stream_(device.create_stream("ops")) {}
+  OneDevice(Device& device, DType dtype)
+      : device_(device), dtype_(dtype), stream_(device.create_stream("ops")) {}
 
   Stream& stream() { return *stream_; }
   Tensor f32(const Shape& shape) { return drawn(shape, DType::kF32); }
@@ -65,16 +66,16 @@ class Run {
 };
 
 // Runs `body` on a CPU and on an emulated GPU, in every dtype, under several seeds.
-void expect_same_bits(const std::function<void(Run&)>& body) {
+void expect_same_bits(const std::function<void(OneDevice&)>& body) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     const auto cpu = make_cpu_device({.num_threads = 1});
-    Run on_cpu(*cpu, dtype);
+    OneDevice on_cpu(*cpu, dtype);
     body(on_cpu);
     const auto wanted = on_cpu.results();
     for (const uint64_t seed : {1, 2}) {
       fake_gpu::reset(1, seed);
       const auto gpu = make_cuda_device(*polyreme_cuda_table(), 0);
-      Run on_gpu(*gpu, dtype);
+      OneDevice on_gpu(*gpu, dtype);
       body(on_gpu);
       EXPECT_EQ(on_gpu.results(), wanted) << dtype_name(dtype) << ", fake_gpu::reset(1, " << seed << ")";
       EXPECT_TRUE(fake_gpu::violations().empty());
@@ -83,7 +84,7 @@ void expect_same_bits(const std::function<void(Run&)>& body) {
 }
 
 TEST(GpuOps, MemoryAndElements) {
-  expect_same_bits([](Run& run) {
+  expect_same_bits([](OneDevice& run) {
     const Tensor x = run.any({5, 24}), y = run.any({5, 24}), sums = run.f32({24});
     add(run.stream(), x, y, y);
     run.keep(y);
@@ -106,7 +107,7 @@ TEST(GpuOps, MemoryAndElements) {
 }
 
 TEST(GpuOps, LayerNorm) {
-  expect_same_bits([](Run& run) {
+  expect_same_bits([](OneDevice& run) {
     for (const bool wide : {false, true}) {
       const Tensor x = run.any({6, 40}), y = run.any({6, 40}), mean = run.f32({6}), rstd = run.f32({6});
       const Tensor gamma = wide ? run.f32({40}) : run.any({40}), beta = wide ? run.f32({40}) : run.any({40});
@@ -121,7 +122,7 @@ TEST(GpuOps, LayerNorm) {
 }
 
 TEST(GpuOps, GemmAndAttention) {
-  expect_same_bits([](Run& run) {
+  expect_same_bits([](OneDevice& run) {
     const Tensor a = run.any({9, 20}), b = run.any({33, 20}), bias = run.any({33}), c = run.any({9, 33}),
                  sum = run.f32({20, 33});
     gemm(run.stream(), a, b.transpose(0, 1), c, false, bias);
@@ -137,7 +138,7 @@ TEST(GpuOps, GemmAndAttention) {
 }
 
 TEST(GpuOps, UpdatesAndSums) {
-  expect_same_bits([](Run& run) {
+  expect_same_bits([](OneDevice& run) {
     const Shape shape = {1500};
     const Tensor grad = run.f32(shape), m = run.f32(shape), v = run.f32(shape), scale = run.f32({1});
     fill(run.stream(), v, 0.5F);
@@ -166,7 +167,7 @@ TEST(GpuOps, UpdatesAndSums) {
 TEST(GpuOps, WhatAGpuDoesNotHaveIsRefused) {
   fake_gpu::reset(1, 1);
   const auto gpu = make_cuda_device(*polyreme_cuda_table(), 0);
-  Run run(*gpu, DType::kF32);
+  OneDevice run(*gpu, DType::kF32);
   const Tensor logits = run.f32({2, 3}), loss = run.f32({2});
   const Tensor targets = empty(*gpu, DType::kI32, {2}, "targets");
   EXPECT_THROW(cross_entropy_forward(run.stream(), logits, targets, loss, loss), NotAvailable);
@@ -175,7 +176,7 @@ TEST(GpuOps, WhatAGpuDoesNotHaveIsRefused) {
 TEST(GpuOps, ALaunchThatFailsIsTold) {
   fake_gpu::reset(1, 1);
   const auto gpu = make_cuda_device(*polyreme_cuda_table(), 0);
-  Run run(*gpu, DType::kF32);
+  OneDevice run(*gpu, DType::kF32);
   const Tensor x = run.f32({8});
   fake_gpu::fail_call("cudaLaunchKernel", 1, cudaErrorIllegalAddress);
   try {
