@@ -7,6 +7,7 @@ file (see `polyreme data prepare`). With equal --lanes, any number of ranks give
 """
 
 import argparse
+import contextlib
 import os
 import sysconfig
 from pathlib import Path
@@ -58,6 +59,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--checkpoints", type=Path, help="directory to save to, and to go on from")
+    parser.add_argument("--every", type=int, default=50, help="steps between two checkpoints")
     parser.add_argument("--generate", type=int, default=200, help="tokens of text at the end")
     return parser.parse_args()
 
@@ -102,11 +105,20 @@ def main() -> None:
             flush=True,
         )
 
-    progress = pr.Progress(args.steps, enabled=world.rank == 0)
-    for stats in trainer.fit(
-        train, steps=args.steps, validation=validation, validate_every=50, validation_samples=64
-    ):
-        progress.report(stats)
+    checkpoints = pr.Checkpointer(args.checkpoints, every=args.every) if args.checkpoints else None
+    with checkpoints or contextlib.nullcontext():
+        if checkpoints:
+            trainer.resume(checkpoints)
+        progress = pr.Progress(args.steps, enabled=world.rank == 0)
+        for stats in trainer.fit(
+            train,
+            steps=args.steps,
+            validation=validation,
+            validate_every=50,
+            validation_samples=64,
+            checkpoints=checkpoints,
+        ):
+            progress.report(stats)
 
     if world.rank == 0 and args.generate > 0:
         prompt = "def "

@@ -22,7 +22,7 @@ cd "$ROOT"
 
 ALL_PARTS=(lint cpp python docs quickstart wheel sanitize fuzz)
 # What every other module stands on, and where memory is handled by hand.
-SANITIZED_MODULES="base|telemetry|device|tensor|ops|comm"
+SANITIZED_MODULES="base|checkpoint|telemetry|device|tensor|ops|comm"
 
 PARTS=()
 FULL=""

@@ -4,6 +4,7 @@
 #include "bindings/bindings.h"
 #include "engine/engine.h"
 #include "mesh/world.h"
+#include "nn/llama.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -86,12 +87,22 @@ void bind_model(py::module_& m) {
            }),
            py::kw_only(), "layers"_a, "hidden"_a, "heads"_a, "vocab"_a, "seq_len"_a, "mlp_hidden"_a,
            "dropout"_a, "tied"_a, "layer_norm_eps"_a, "init_std"_a, "recompute"_a);
+  py::class_<LlamaConfig>(m, "LlamaConfig")
+      .def(py::init([](int64_t layers, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t mlp_hidden,
+                       int64_t vocab, int64_t seq_len, double rope_theta, float norm_eps, double init_std,
+                       bool tied, bool recompute) {
+             return LlamaConfig{layers,  hidden,     heads,    kv_heads, mlp_hidden, vocab,
+                                seq_len, rope_theta, norm_eps, init_std, tied,       recompute};
+           }),
+           py::kw_only(), "layers"_a, "hidden"_a, "heads"_a, "kv_heads"_a, "mlp_hidden"_a, "vocab"_a,
+           "seq_len"_a, "rope_theta"_a, "norm_eps"_a, "init_std"_a, "tied"_a, "recompute"_a);
   m.def(
-      "gpt_param_specs", [](const GptConfig& config) { return spec_list(build_gpt(config)); }, "config"_a);
+      "model_param_specs", [](const ModelConfig& config) { return spec_list(build_model(config)); },
+      "config"_a);
   m.def(
-      "gpt_cost",
-      [](const GptConfig& config, int64_t num_samples, int64_t seq_len) {
-        return cost_dict(build_gpt(config).cost(num_samples, seq_len));
+      "model_cost",
+      [](const ModelConfig& config, int64_t num_samples, int64_t seq_len) {
+        return cost_dict(build_model(config).cost(num_samples, seq_len));
       },
       "config"_a, "num_samples"_a, "seq_len"_a);
 }
@@ -101,11 +112,13 @@ void bind_model(py::module_& m) {
 void bind_engine(py::module_& m) {
   bind_model(m);
   py::class_<Engine>(m, "Engine")
-      .def(py::init([](World& world, Mesh& mesh, const GptConfig& config, int64_t global_batch,
+      .def(py::init([](World& world, Mesh& mesh, const ModelConfig& config, int64_t global_batch,
                        int64_t micro_batch, int64_t lanes_dp, uint64_t seed, float clip_norm, int zero_stage,
                        int64_t shard_size, int64_t bucket_bytes, bool overlap, bool round_first,
                        int64_t prefetch, int64_t persist_below, const std::string& rule, double beta1,
-                       double beta2, double eps, double momentum, const std::vector<double>& weight_decay) {
+                       double beta2, double eps, double momentum, const std::vector<double>& weight_decay,
+                       const std::vector<uint8_t>& trainable,
+                       const std::optional<pipeline::Schedule>& schedule, std::vector<int> split) {
              const EngineOptions options{.global_batch = global_batch,
                                          .micro_batch = micro_batch,
                                          .lanes_dp = lanes_dp,
@@ -123,15 +136,18 @@ void bind_engine(py::module_& m) {
                                                        .beta2 = beta2,
                                                        .eps = eps,
                                                        .momentum = momentum,
-                                                       .weight_decay = weight_decay}};
+                                                       .weight_decay = weight_decay,
+                                                       .trainable = trainable},
+                                         .pipeline = {.schedule = schedule, .split = std::move(split)}};
              // Not as a call_guard, under which pybind11 would register the new object too.
              const py::gil_scoped_release release;
-             return std::make_unique<Engine>(world.device(), mesh, build_gpt(config), options);
+             return std::make_unique<Engine>(world.device(), mesh, build_model(config), options);
            }),
            "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
            "seed"_a, "clip_norm"_a, "zero_stage"_a, "shard_size"_a, "bucket_bytes"_a, "overlap"_a,
            "round_first"_a, "prefetch"_a, "persist_below"_a, "rule"_a, "beta1"_a, "beta2"_a, "eps"_a,
-           "momentum"_a, "weight_decay"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+           "momentum"_a, "weight_decay"_a, "trainable"_a, "schedule"_a, "split"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>())
       .def(
           "train_step",
           [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
@@ -240,8 +256,7 @@ void bind_engine(py::module_& m) {
       .def("set_progress", &Engine::set_progress, "applied_steps"_a, "updates"_a)
       .def_property_readonly("applied_steps", &Engine::applied_steps)
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
-      .def_property_readonly("num_parameters",
-                             [](const Engine& engine) { return engine.map().num_parameters(); });
+      .def_property_readonly("num_parameters", [](const Engine& engine) { return engine.num_parameters(); });
 }
 
 }  // namespace polyreme::bindings

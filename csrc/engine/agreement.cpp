@@ -10,7 +10,7 @@ Fact fact(const char* name, const std::string& text) {
 }
 
 int64_t agree(Communicator& group, Stream& stream, const std::vector<Fact>& facts,
-              const std::exception_ptr& refusal, int64_t addend) {
+              const std::exception_ptr& refusal, int64_t addend, const char* axis) {
   std::vector<int64_t> mine = {addend, refusal ? 1 : 0};
   for (const Fact& each : facts) mine.push_back(each.value);
   const auto width = static_cast<int64_t>(mine.size());
@@ -30,10 +30,11 @@ int64_t agree(Communicator& group, Stream& stream, const std::vector<Fact>& fact
   for (int r = 0; r < group.size(); ++r) {
     const int64_t* theirs = &all[static_cast<size_t>(r * width)];
     sum += theirs[0];
-    require(theirs[1] == 0, "dp rank ", r, " refused its batch; its own error says why. Nothing was done");
+    require(theirs[1] == 0, axis, " rank ", r,
+            " refused its batch; its own error says why. Nothing was done");
     for (size_t i = 0; i < facts.size(); ++i)
       if (theirs[i + 2] != facts[i].value)
-        different += concat(different.empty() ? "" : "; ", "dp rank ", r, " has another ", facts[i].name,
+        different += concat(different.empty() ? "" : "; ", axis, " rank ", r, " has another ", facts[i].name,
                             " (here: ", facts[i].text, ")");
   }
   require(different.empty(), "the ranks disagree: ", different, ". Give every rank the same");

@@ -20,7 +20,7 @@ inline Fact fact(const char* name, int64_t value) { return {name, value, std::to
 // All ranks throw, or none: `refusal` if this rank has one, otherwise InvalidArgument naming the ranks with
 // a refusal or with other facts. Returns the sum of `addend` over the ranks. Waits for them.
 int64_t agree(Communicator& group, Stream& stream, const std::vector<Fact>& facts,
-              const std::exception_ptr& refusal, int64_t addend = 0);
+              const std::exception_ptr& refusal, int64_t addend = 0, const char* axis = "dp");
 
 // Host memory that operations read or write must outlive them, also where an error ends the call.
 class WaitAtExit {

@@ -10,6 +10,7 @@
 #include "engine/layer_steps.h"
 #include "ops/ops.h"
 #include "ops/update.h"
+#include "pipeline/schedule/text.h"
 
 namespace polyreme {
 namespace {
@@ -44,6 +45,51 @@ EngineOptions checked(EngineOptions options, const Communicator& dp) {
   return options;
 }
 
+// Tells batches apart.
+std::string content_of(const HostBatch& batch) {
+  const auto hash = [](const std::vector<int32_t>& values) {
+    return text_hash({reinterpret_cast<const char*>(values.data()), values.size() * sizeof(int32_t)});
+  };
+  return concat("tokens of hash ", hash(batch.tokens), ", targets of hash ", hash(batch.targets));
+}
+
+bool has_axis(const Mesh& mesh, const std::string& name) {
+  for (const Axis& axis : mesh.layout().axes())
+    if (axis.name == name) return true;
+  return false;
+}
+
+StagePart part_of(const Model& model, const Mesh& mesh, const EngineOptions& options) {
+  const int stages = has_axis(mesh, "pp") ? mesh.layout().size("pp") : 1;
+  if (!options.pipeline.schedule) {
+    require(stages == 1, "the mesh has pp=", stages, ", but there is no schedule for its stages; give one");
+    return whole_model(model);
+  }
+  require(has_axis(mesh, "pp"), "a schedule needs a mesh with the axis pp, of any size");
+  const pipeline::Schedule& schedule = *options.pipeline.schedule;
+  require(schedule.num_ranks() == stages, "the schedule is for ", schedule.num_ranks(),
+          " stages, the mesh has pp=", stages, "; make it for stages=", stages);
+  require<NotAvailable>(options.zero.stage < 3,
+                        "zero=3 with a pipeline: this version divides the weights of a stage over "
+                        "dp only without one; use zero=2");
+  const std::vector<uint8_t>& trainable = options.optimizer.trainable;
+  require<NotAvailable>(std::find(trainable.begin(), trainable.end(), 0) == trainable.end(),
+                        "frozen parameters with a pipeline: this version has them without one; use pp=1");
+  return make_stage_part(model, schedule, mesh.coordinate("pp"), options.pipeline.split);
+}
+
+// By parameter of the part. Chunks are at different lanes at a time, so they share no unit.
+std::vector<int> chunk_of_params(const StagePart& part) {
+  std::vector<int> chunks;
+  for (size_t param = 0; param < part.registry.specs().size(); ++param) {
+    const auto layer = static_cast<size_t>(part.registry.layers_of(static_cast<int>(param)).front());
+    int chunk = 0;
+    while (part.chunks[static_cast<size_t>(chunk)].end <= layer) ++chunk;
+    chunks.push_back(chunk);
+  }
+  return chunks;
+}
+
 }  // namespace
 
 Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& options)
@@ -53,19 +99,30 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
       model_(std::move(model)),
       options_(checked(options, dp_)),
       stream_(device.create_stream("compute")),
+      part_(part_of(model_, mesh, options_)),
       background_(options_.zero.overlap && dp_.size() > 1
                       ? device.create_stream("background", StreamKind::kBackground)
                       : nullptr),
       groups_(dp_, options_.zero.stage == 0 ? 1 : options_.zero.shard_size),
-      plan_(make_unit_plan(model_.registry, model_.layers.size(), options_.zero, groups_.num_shards(),
-                           state_groups(model_.registry.specs(), options_.optimizer))),
-      params_(*stream_, background(), model_.registry, plan_, groups_, options_.lanes_dp / dp_.size(),
-              options_.zero),
+      plan_(make_unit_plan(part_.registry, model_.layers.size(), options_.zero, groups_.num_shards(),
+                           options_of(part_, options_.optimizer), chunk_of_params(part_))),
+      params_(*stream_, background(), part_.registry, plan_, groups_, options_.lanes_dp / dp_.size(),
+              options_.zero, part_.local),
       optimizer_(make_optimizer(*stream_, plan_.map, groups_.shard_rank(),
-                                groups_.num_shards() > 1 ? &groups_.shard() : nullptr, options_.optimizer)),
+                                groups_.num_shards() > 1 ? &groups_.shard() : nullptr,
+                                options_of(part_, options_.optimizer))),
       loss_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "loss sum")),
       square_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "squared gradient sum")),
       clip_scale_(empty(device, DType::kF32, {1}, "clip scale")) {
+  if (options_.pipeline.schedule) {
+    const auto expected = static_cast<int64_t>(micro_ranges().size());
+    require(options_.pipeline.schedule->micro_batches == expected, "the schedule is for ",
+            options_.pipeline.schedule->micro_batches, " micro-batches; a rank's batch of ", local_batch(),
+            " samples in lanes has ", expected, " of up to ", options_.micro_batch,
+            ": make it for micro_batches=", expected);
+    pipeline_ = std::make_unique<PipelineRun>(*options_.pipeline.schedule, mesh.group({"pp"}), model_, part_,
+                                              *stream_, params_, loss_sum_);
+  }
   agree_on_settings();
   init_weights();
 }
@@ -75,9 +132,12 @@ void Engine::agree_on_settings() {
   std::string optimizer = concat(rule.rule, " betas=", rule.beta1, ",", rule.beta2, " eps=", rule.eps,
                                  " momentum=", rule.momentum, " weight_decay=");
   for (const double decay : rule.weight_decay) optimizer += concat(decay, " ");
+  optimizer += "trainable=";
+  for (const uint8_t trainable : rule.trainable) optimizer += trainable ? "1" : "0";
   const ZeroOptions& zero = options_.zero;
-  agree(
-      dp_, *stream_,
+  std::string split;
+  for (const int blocks : options_.pipeline.split) split += concat(blocks, " ");
+  agree_everywhere(
       {fact("model", model_.description), fact("global_batch", options_.global_batch),
        fact("lanes.dp", options_.lanes_dp), fact("seed", concat(options_.seed)),
        fact("clip_norm", concat(options_.clip_norm)), fact("zero", zero.stage),
@@ -86,12 +146,29 @@ void Engine::agree_on_settings() {
        // These change the collectives of a step only where rounds or gathers depend on them.
        fact("micro_batch", zero.round_first || zero.stage == 3 ? options_.micro_batch : 0),
        fact("prefetch", zero.prefetch), fact("persist_below", zero.persist_below),
-       fact("optimizer", optimizer)},
+       fact("optimizer", optimizer),
+       fact("schedule", options_.pipeline.schedule ? pipeline::to_text(*options_.pipeline.schedule) : "none"),
+       fact("split of layers", split)},
       nullptr);
 }
 
+int64_t Engine::agree_everywhere(const std::vector<Fact>& facts, std::exception_ptr refusal, int64_t addend,
+                                 const std::vector<Fact>& of_stages) {
+  // Along pp first: what one stage refuses all ranks of its dp group refuse with it.
+  if (pipeline_) {
+    try {
+      std::vector<Fact> all = facts;
+      all.insert(all.end(), of_stages.begin(), of_stages.end());
+      agree(pipeline_->group(), *stream_, all, refusal, 0, "pp");
+    } catch (const InvalidArgument&) {
+      refusal = std::current_exception();
+    }
+  }
+  return agree(dp_, *stream_, facts, refusal, addend);
+}
+
 void Engine::init_weights() {
-  const std::vector<ParamSpec>& specs = model_.registry.specs();
+  const std::vector<ParamSpec>& specs = part_.registry.specs();
   for (size_t i = 0; i < specs.size(); ++i) {
     const ParamInit& init = specs[i].init;
     const RandomKey key{options_.seed, RandomPurpose::kInit, static_cast<uint32_t>(text_hash(specs[i].name)),
@@ -123,39 +200,54 @@ void Engine::plan_visits(int64_t count, size_t num_layers, bool with_backward) {
   std::vector<size_t> visits;
   for (int64_t i = 0; i < count; ++i) {
     for (size_t layer = 0; layer < num_layers; ++layer) visits.push_back(layer);
-    for (size_t layer = num_layers; with_backward && layer-- > 0;) visits.push_back(layer);
+    for (size_t layer = num_layers; with_backward && layer-- > plan_.first_trainable_layer;)
+      visits.push_back(layer);
   }
   params_.weights.plan_visits(std::move(visits));
 }
 
-void Engine::run_micro_batch(const DeviceBatch& batch, int64_t begin, int64_t end, float loss_scale,
-                             bool completes_lane) {
-  Context context = make_context(batch, begin, end, dp_rank_ * local_batch() + begin, /*training=*/true);
-  context.loss_scale = loss_scale;
+void Engine::run_micro_batch(const Context& context, bool completes_lane) {
   const LayerRange layers{0, model_.layers.size()};
   std::vector<Saved> saved(layers.end);
   const Tensor loss = run_forward(model_, layers, context, params_.weights, {}, &saved);
   exact_sum(*stream_, loss, loss_sum_);
-  run_backward(model_, layers, context, params_, {}, saved, completes_lane);
+  run_backward(model_, {plan_.first_trainable_layer, layers.end}, context, params_, {}, saved,
+               completes_lane);
 }
 
-void Engine::run_lanes(const DeviceBatch& batch, float loss_scale) {
+std::vector<MicroRange> Engine::micro_ranges() const {
   const int64_t lane_samples = options_.global_batch / options_.lanes_dp;
   const int64_t local_lanes = options_.lanes_dp / dp_.size();
   const int64_t micro_batch = options_.micro_batch;
   // Samples of every lane between two reductions.
   const int64_t window = options_.zero.round_first ? micro_batch : lane_samples;
-  plan_visits(local_lanes * ceil_div(lane_samples, micro_batch), model_.layers.size(),
-              /*with_backward=*/true);
-  params_.grads.begin_step();
+  std::vector<MicroRange> ranges;
   for (int64_t first = 0; first < lane_samples; first += window) {
     for (int64_t lane = 0; lane < local_lanes; ++lane) {
       const int64_t lane_begin = lane * lane_samples;
       const int64_t end = lane_begin + std::min(first + window, lane_samples);
       for (int64_t begin = lane_begin + first; begin < end; begin += micro_batch)
-        run_micro_batch(batch, begin, std::min(begin + micro_batch, end), loss_scale,
-                        /*completes_lane=*/begin + micro_batch >= end);
+        ranges.push_back({begin, std::min(begin + micro_batch, end),
+                          /*completes_lane=*/begin + micro_batch >= end});
     }
+  }
+  return ranges;
+}
+
+void Engine::run_lanes(const DeviceBatch& batch, float loss_scale) {
+  const auto context_of = [&](const MicroRange& range) {
+    Context context = make_context(batch, range.begin, range.end, dp_rank_ * local_batch() + range.begin,
+                                   /*training=*/true);
+    context.loss_scale = loss_scale;
+    return context;
+  };
+  const std::vector<MicroRange> ranges = micro_ranges();
+  params_.grads.begin_step();
+  if (pipeline_) {
+    pipeline_->train({.micro_batches = ranges, .context = context_of});
+  } else {
+    plan_visits(static_cast<int64_t>(ranges.size()), model_.layers.size(), /*with_backward=*/true);
+    for (const MicroRange& range : ranges) run_micro_batch(context_of(range), range.completes_lane);
   }
   params_.grads.finish();
 }
@@ -166,9 +258,11 @@ void Engine::measure_gradient() {
   // such a loss with finite gradients): its counts of NaN and inf go into the norm.
   const auto counts = [](const Tensor& limbs) { return limbs.slice(0, ExactSum::kDigits, ExactSum::kLimbs); };
   copy(*stream_, counts(loss_sum_), counts(square_sum_));
-  for (const Tensor& grads : params_.grads.own()) exact_sum_squares(*stream_, grads, square_sum_);
+  for (const Tensor& grads : params_.grads.own())
+    if (grads.defined()) exact_sum_squares(*stream_, grads, square_sum_);
   if (groups_.num_shards() > 1)
     groups_.shard().all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
+  sum_along_pp(square_sum_);
   clip_scale(*stream_, square_sum_, options_.clip_norm, clip_scale_);
 }
 
@@ -197,22 +291,23 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   } catch (const InvalidArgument&) {
     refusal = std::current_exception();
   }
-  const int64_t valid = agree(dp_, *stream_,
-                              {{"learning rate", std::bit_cast<int64_t>(lr), concat(lr)},
-                               fact("seq_len", batch.seq_len),
-                               fact("source of samples", source)},
-                              refusal, count_valid(batch));
+  const int64_t valid = agree_everywhere({{"learning rate", std::bit_cast<int64_t>(lr), concat(lr)},
+                                          fact("seq_len", batch.seq_len),
+                                          fact("source of samples", source)},
+                                         refusal, count_valid(batch), {fact("batch", content_of(batch))});
   const WaitAtExit wait(*stream_), wait_background(background());
   const DeviceBatch on_device = upload(*stream_, batch);
   zero_limbs(*stream_, loss_sum_);
   run_lanes(on_device, valid == 0 ? 0.0f : static_cast<float>(1.0 / static_cast<double>(valid)));
   dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
+  sum_along_pp(loss_sum_);
   measure_gradient();
   // Without a valid token there is nothing to learn from, and not even weight decay is applied.
   if (valid > 0) {
     optimizer_->step(*stream_, params_.weights.own(), params_.grads.own(), {.lr = lr, .scale = clip_scale_});
     params_.weights.gather_updated();
   }
+  if (pipeline_) pipeline_->wait();
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
   const double norm = std::sqrt(read_sum(square_sum_));
   background().synchronize();  // a gather that failed
@@ -262,14 +357,37 @@ StepStats Engine::evaluate(const TokenDataset& data, int64_t first, int64_t num_
   } catch (const InvalidArgument&) {  // a token outside the vocabulary
     refusal = std::current_exception();
   }
-  agree(dp_, *stream_,
-        {fact("source of samples", concat(samples_of(data), ", from ", first, " on ", num_samples))},
-        refusal);
+  agree_everywhere(
+      {fact("source of samples", concat(samples_of(data), ", from ", first, " on ", num_samples))}, refusal);
   const WaitAtExit wait(*stream_), wait_background(background());
   zero_limbs(*stream_, loss_sum_);
+  if (pipeline_) {
+    forward_pipeline(batch, begin);
+  } else {
+    forward_alone(batch, begin, ceil_div(num_samples, dp_.size()));
+  }
+  dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
+  sum_along_pp(loss_sum_);
+  if (pipeline_) pipeline_->wait();
+  const int64_t tokens = num_samples * batch.seq_len;
+  return {read_sum(loss_sum_) / static_cast<double>(tokens), 0.0, tokens, tokens};
+}
+
+void Engine::forward_pipeline(const HostBatch& batch, int64_t first_sample) {
+  StageRun run{.with_backward = false};
+  for (int64_t begin = 0; begin < batch.num_samples; begin += options_.micro_batch)
+    run.micro_batches.push_back({begin, std::min(begin + options_.micro_batch, batch.num_samples)});
+  if (run.micro_batches.empty()) return;
+  run.context = [this, first_sample, on_device = upload(*stream_, batch)](const MicroRange& range) {
+    return make_context(on_device, range.begin, range.end, first_sample + range.begin, /*training=*/false);
+  };
+  pipeline_->forward(std::move(run));
+}
+
+void Engine::forward_alone(const HostBatch& batch, int64_t first_sample, int64_t most) {
   // As many forwards on every rank: in stage 3 they gather together.
   const LayerRange layers{0, model_.layers.size()};
-  const int64_t forwards = ceil_div(ceil_div(num_samples, dp_.size()), options_.micro_batch);
+  const int64_t count = batch.num_samples, forwards = ceil_div(most, options_.micro_batch);
   plan_visits(forwards, layers.end, /*with_backward=*/false);
   const DeviceBatch on_device = count > 0 ? upload(*stream_, batch) : DeviceBatch{};
   for (int64_t i = 0; i < forwards * options_.micro_batch; i += options_.micro_batch) {
@@ -278,12 +396,13 @@ StepStats Engine::evaluate(const TokenDataset& data, int64_t first, int64_t num_
       continue;
     }
     const int64_t end = std::min(i + options_.micro_batch, count);
-    const Context context = make_context(on_device, i, end, begin + i, /*training=*/false);
+    const Context context = make_context(on_device, i, end, first_sample + i, /*training=*/false);
     exact_sum(*stream_, run_forward(model_, layers, context, params_.weights, {}, nullptr), loss_sum_);
   }
-  dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
-  const int64_t tokens = num_samples * batch.seq_len;
-  return {read_sum(loss_sum_) / static_cast<double>(tokens), 0.0, tokens, tokens};
+}
+
+void Engine::sum_along_pp(const Tensor& limbs) {
+  if (pipeline_) pipeline_->group().all_reduce(limbs, ReduceOp::kSum, *stream_)->wait_on(*stream_);
 }
 
 std::vector<float> Engine::logits(const HostBatch& batch) {
@@ -293,6 +412,7 @@ std::vector<float> Engine::logits(const HostBatch& batch) {
   } catch (const InvalidArgument&) {
     refusal = std::current_exception();
   }
+  if (pipeline_) return pipeline_logits(batch, refusal);
   const bool is_local = options_.zero.stage < 3 || groups_.num_shards() == 1;
   if (!is_local) agree(dp_, *stream_, {}, refusal);
   if (refusal) std::rethrow_exception(refusal);
@@ -309,6 +429,34 @@ std::vector<float> Engine::logits(const HostBatch& batch) {
   copy_to_host(*stream_, run_forward(model_, layers, context, params_.weights, {}, nullptr), result.data());
   stream_->synchronize();
   return result;
+}
+
+std::vector<float> Engine::pipeline_logits(const HostBatch& batch, const std::exception_ptr& refusal) {
+  Communicator& stages = pipeline_->group();
+  agree(stages, *stream_, {fact("num_samples", batch.num_samples), fact("seq_len", batch.seq_len)}, refusal,
+        0, "pp");
+  const Shape shape{batch.num_samples * batch.seq_len, model_.vocab};
+  std::vector<float> result(static_cast<size_t>(shape.numel()));
+  if (batch.num_samples == 0) return result;
+  const WaitAtExit wait(*stream_);
+  StageRun run{.micro_batches = {{0, batch.num_samples}}, .with_backward = false, .with_loss = false};
+  run.context = [this, on_device = upload(*stream_, batch)](const MicroRange& range) {
+    return make_context(on_device, range.begin, range.end, 0, /*training=*/false);
+  };
+  pipeline_->forward(std::move(run));
+  const Tensor& output = pipeline_->output();
+  const Tensor logits = output.defined() ? output : empty(device_, DType::kF32, shape, "logits");
+  stages.broadcast(logits, pipeline_->last_stage(), *stream_)->wait_on(*stream_);
+  pipeline_->wait();
+  copy_to_host(*stream_, logits, result.data());
+  stream_->synchronize();
+  return result;
+}
+
+int64_t Engine::num_parameters() const {
+  int64_t elements = 0;
+  for (const ParamSpec& spec : model_.registry.specs()) elements += spec.padded_shape.numel();
+  return elements;
 }
 
 }  // namespace polyreme

@@ -3,17 +3,26 @@
 #include <cstddef>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "engine/agreement.h"
 #include "engine/batch.h"
 #include "engine/memory_terms.h"
 #include "engine/param_store.h"
+#include "engine/pipeline_run.h"
 #include "mesh/mesh.h"
 #include "optim/optimizer.h"
 
 namespace polyreme {
+
+struct PipelineOptions {
+  // What every stage runs in a training step; its micro-batches are those of a rank's batch. None: one stage.
+  std::optional<pipeline::Schedule> schedule;
+  std::vector<int> split;  // blocks of each chunk; empty: by cost
+};
 
 struct EngineOptions {
   int64_t global_batch = 1;  // samples of a step, over all ranks
@@ -23,6 +32,7 @@ struct EngineOptions {
   float clip_norm = 0;       // limit of the global gradient norm; 0: none
   ZeroOptions zero;
   OptimizerOptions optimizer;
+  PipelineOptions pipeline;
 };
 
 // Elements [begin, begin + size) of a parameter's weight, or of one kind of its optimizer state, that this
@@ -61,20 +71,22 @@ class Engine {
   // Mean loss over the samples [first, first + num_samples) of `data` in file order, spread over dp.
   StepStats evaluate(const TokenDataset& data, int64_t first, int64_t num_samples);
   // logits [num_samples, seq_len, vocab] of this rank's own samples, which may be none; targets are not
-  // needed. Local up to stage 2, collective in stage 3.
+  // needed. Local up to stage 2, collective in stage 3, and along pp.
   std::vector<float> logits(const HostBatch& batch);
 
   const Model& model() const { return model_; }
   const EngineOptions& options() const { return options_; }
+  // Of this rank's stage.
   const ShardMap& map() const { return plan_.map; }
+  // Elements of all parameters of the model.
+  int64_t num_parameters() const;
   // What this rank's memory goes to; see memory_terms.
   std::vector<MemoryTerm> memory() const;
   int64_t applied_steps() const { return applied_steps_; }
   int64_t local_batch() const { return options_.global_batch / dp_.size(); }
-  // Copies to and from the host; reading what ZeRO has sharded is collective, writing is not: every rank
-  // writes the same values. `kind` is "weight", "grad" (of
-  // the last step, before clipping) or a state name of the optimizer. Throws InvalidArgument for unknown
-  // names and wrong sizes.
+  // Copies to and from the host; reading is collective along pp and for what ZeRO has sharded, writing is
+  // not: every rank writes the same values. `kind` is "weight", "grad" (of the last step, before clipping) or
+  // a state name of the optimizer. Throws InvalidArgument for unknown names and wrong sizes.
   std::vector<float> read_param(const std::string& name, const std::string& kind);
   void write_param(const std::string& name, const std::vector<float>& values);
 
@@ -91,27 +103,41 @@ class Engine {
   // The inverse; weights reach the ranks that hold them whole. Collective.
   void write_state(std::span<const StateRange> ranges, std::span<const std::byte> from);
   // The counts behind the state. Throws InvalidArgument for negative ones, or not one for each parameter.
-  const std::vector<int64_t>& updates() const { return optimizer_->updates(); }
+  std::vector<int64_t> updates() const;
   void set_progress(int64_t applied_steps, std::vector<int64_t> updates);
 
  private:
   void agree_on_settings();
   void init_weights();
+  // Along dp and pp: `facts` are the same on all ranks, and no rank has a refusal; `of_stages` on all stages.
+  // Returns the sum of `addend` along dp.
+  int64_t agree_everywhere(const std::vector<Fact>& facts, std::exception_ptr refusal, int64_t addend = 0,
+                           const std::vector<Fact>& of_stages = {});
   // `source`: where the samples come from, equal on all ranks; `refusal`: why this rank has none, or null.
   StepStats train_step(const HostBatch& batch, double lr, const std::string& source,
                        std::exception_ptr refusal);
   Context make_context(const DeviceBatch& batch, int64_t begin, int64_t end, int64_t first_sample,
                        bool training) const;
   void run_lanes(const DeviceBatch& batch, float loss_scale);
-  // Samples [begin, end) of this rank's batch; their losses are added to loss_sum_.
-  void run_micro_batch(const DeviceBatch& batch, int64_t begin, int64_t end, float loss_scale,
-                       bool completes_lane);
+  // This rank's batch, lane by lane or round by round.
+  std::vector<MicroRange> micro_ranges() const;
+  // Their losses are added to loss_sum_.
+  void run_micro_batch(const Context& context, bool completes_lane);
+  // Forwards without backwards; the first sample has the number first_sample. `most`: samples of a rank, at
+  // most.
+  void forward_alone(const HostBatch& batch, int64_t first_sample, int64_t most);
+  void forward_pipeline(const HostBatch& batch, int64_t first_sample);
+  std::vector<float> pipeline_logits(const HostBatch& batch, const std::exception_ptr& refusal);
+  void sum_along_pp(const Tensor& limbs);
   // Announces `count` micro-batches, forward and, if there is one, backward.
   void plan_visits(int64_t count, size_t num_layers, bool with_backward);
   void measure_gradient();
   double read_sum(const Tensor& limbs);
-  // The name of the first parameter that is not finite in this kind of buffer; empty if there is none.
-  std::string first_not_finite(const std::string& kind);
+  // The first parameter of the model that is not finite in this kind of buffer; their number if there is
+  // none.
+  size_t first_not_finite(const std::string& kind);
+  // Throws InvalidArgument for an unknown kind, and for gradients before the first step.
+  void check_kind(const std::string& kind) const;
   std::string what_is_not_finite();
   Tensor unit_buffer(const std::string& kind, int unit);
   Stream& background() const { return background_ ? *background_ : *stream_; }
@@ -122,13 +148,15 @@ class Engine {
   Model model_;
   EngineOptions options_;
   std::unique_ptr<Stream> stream_;
+  StagePart part_;
   std::unique_ptr<Stream> background_;  // of collectives that overlap computation; null: they do not
   DpGroups groups_;
   UnitPlan plan_;
   ParamStore params_;
   std::unique_ptr<Optimizer> optimizer_;
-  Tensor loss_sum_, square_sum_;  // exact accumulators
-  Tensor clip_scale_;             // fp32 [1]
+  Tensor loss_sum_, square_sum_;           // exact accumulators
+  Tensor clip_scale_;                      // fp32 [1]
+  std::unique_ptr<PipelineRun> pipeline_;  // null: one stage without a schedule
   int64_t applied_steps_ = 0;
 };
 

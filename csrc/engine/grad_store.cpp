@@ -29,12 +29,12 @@ GradStore::GradStore(Stream& compute, Stream& background, const ParamRegistry& r
   for (int unit = 0; unit < map.num_units(); ++unit) {
     lane_sums_.emplace_back(device, Shape{map.unit_elements(unit)}, local_lanes, groups.shard());
     reduced_.push_back(device.create_event());
-    if (keeps_slices_ || round_first_)
+    if ((keeps_slices_ || round_first_) && !plan.is_frozen[at(unit)])
       slices_[at(unit)] = groups.dp().allocate(
           device, DType::kF32, {map.unit_elements(unit) / map.num_shards()}, "gradient slice");
   }
   for (int param = 0; param < map.num_params(); ++param)
-    for (int use = 1; use < registry.num_uses(param); ++use)
+    for (int use = 1; use < registry.num_uses(param) && is_trainable(param); ++use)
       extra_uses_.push_back(
           {.use = {param, use}, .layer = at(registry.layers_of(param)[at(use)]), .unit = map.unit_of(param)});
 }
@@ -122,6 +122,9 @@ void GradStore::finish() {
 }
 
 Tensor GradStore::grad(const ParamUse& use) const {
+  // What is added to it is dropped: of a parameter whose layer computes two gradients at once.
+  if (!is_trainable(use.param))
+    return empty(compute_.device(), DType::kF32, plan_.map.shape_of(use.param), "gradient of a frozen one");
   if (use.use == 0) return plan_.map.view(lane_grads_[at(plan_.map.unit_of(use.param))], use.param);
   for (const ExtraUse& extra : extra_uses_)
     if (extra.use.param == use.param && extra.use.use == use.use) return extra.grad;

@@ -39,7 +39,11 @@ class GradStore {
   void finish();
 
   Tensor grad(const ParamUse& use) const;
-  // This rank's slices of the gradient, by unit: summed over all lanes, after finish. Undefined before.
+  bool is_trainable(int param) const {
+    return !plan_.is_frozen[static_cast<size_t>(plan_.map.unit_of(param))];
+  }
+  // This rank's slices of the gradient, by unit: summed over all lanes, after finish. Undefined before, and
+  // of frozen units.
   const std::vector<Tensor>& own() const { return own_; }
 
  private:

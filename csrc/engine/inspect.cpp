@@ -8,41 +8,66 @@
 
 namespace polyreme {
 
-std::string Engine::first_not_finite(const std::string& kind) {
-  std::vector<bool> is_finite(static_cast<size_t>(map().num_params()));
+size_t Engine::first_not_finite(const std::string& kind) {
+  int64_t first = static_cast<int64_t>(model_.registry.specs().size());
   for (int unit = 0; unit < map().num_units(); ++unit) {
+    if (kind == "grad" && plan_.is_frozen[static_cast<size_t>(unit)]) continue;
     const Tensor buffer = unit_buffer(kind, unit);
     for (const int param : map().params_of(unit)) {
       zero_limbs(*stream_, square_sum_);
       exact_sum_squares(*stream_, map().view(buffer, param), square_sum_);
-      is_finite[static_cast<size_t>(param)] = std::isfinite(read_sum(square_sum_));
+      if (!std::isfinite(read_sum(square_sum_)))
+        first = std::min<int64_t>(first, part_.whole[static_cast<size_t>(param)]);
     }
   }
-  const auto bad =
-      static_cast<size_t>(std::find(is_finite.begin(), is_finite.end(), false) - is_finite.begin());
-  return bad < is_finite.size() ? model_.registry.specs()[bad].name : std::string();
+  if (pipeline_) {
+    const Tensor on_device = empty(device_, DType::kI64, {1}, "first parameter");
+    copy_from_host(*stream_, &first, on_device);
+    pipeline_->group().all_reduce(on_device, ReduceOp::kMin, *stream_)->wait_on(*stream_);
+    copy_to_host(*stream_, on_device, &first);
+    stream_->synchronize();
+  }
+  return static_cast<size_t>(first);
 }
 
 std::string Engine::what_is_not_finite() {
+  const std::vector<ParamSpec>& specs = model_.registry.specs();
   // A bad weight spoils every gradient, so it is the better name.
-  const std::string weight = first_not_finite("weight");
-  if (!weight.empty()) return concat("the weight '", weight, "' was not finite before the step");
-  const std::string grad = first_not_finite("grad");
-  if (!grad.empty()) return concat("the gradient of '", grad, "' is not finite (the first such parameter)");
+  const size_t weight = first_not_finite("weight");
+  if (weight < specs.size())
+    return concat("the weight '", specs[weight].name, "' was not finite before the step");
+  const size_t grad = first_not_finite("grad");
+  if (grad < specs.size())
+    return concat("the gradient of '", specs[grad].name, "' is not finite (the first such parameter)");
   return "every gradient is finite, but the loss of a token is not";
+}
+
+void Engine::check_kind(const std::string& kind) const {
+  std::string known = "weight, grad";
+  bool is_known = kind == "weight" || kind == "grad";
+  for (const OptimizerState& state : optimizer_->state()) {
+    is_known |= state.name == kind;
+    known += ", " + state.name;
+  }
+  require(is_known, "unknown kind '", kind, "'; expected one of ", known);
+  const std::vector<Tensor>& grads = params_.grads.own();
+  const bool has_grads = std::any_of(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); });
+  require(kind != "grad" || has_grads, "there is no gradient before the first step");
 }
 
 Tensor Engine::unit_buffer(const std::string& kind, int unit) {
   if (kind == "weight") return params_.weights.whole(unit);
   std::string known = "weight, grad";
   if (kind == "grad") {
+    require(!plan_.is_frozen[static_cast<size_t>(unit)], "the parameter is frozen: it has no gradient");
     const Tensor& slice = params_.grads.own()[static_cast<size_t>(unit)];
     require(slice.defined(), "there is no gradient before the first step");
     return params_.weights.gathered(slice, unit);
   }
   for (const auto& [name, slices] : optimizer_->state()) {
     const Tensor& slice = slices[static_cast<size_t>(unit)];
-    if (name == kind && slice.defined()) return params_.weights.gathered(slice, unit);
+    require(name != kind || slice.defined(), "the parameter has no '", kind, "'");
+    if (name == kind) return params_.weights.gathered(slice, unit);
     known += ", " + name;
   }
   throw InvalidArgument(concat("unknown kind '", kind, "'; expected one of ", known));
@@ -51,15 +76,20 @@ Tensor Engine::unit_buffer(const std::string& kind, int unit) {
 std::vector<MemoryTerm> Engine::memory() const {
   const int64_t lane_samples = options_.global_batch / options_.lanes_dp;
   return memory_terms(
-      plan_, model_.registry, optimizer_->state(),
+      plan_, part_.registry, optimizer_->state(),
       {.zero = options_.zero,
        .local_lanes = options_.lanes_dp / dp_.size(),
        .micro_batches = options_.zero.round_first ? 1 : ceil_div(lane_samples, options_.micro_batch)});
 }
 
 std::vector<float> Engine::read_param(const std::string& name, const std::string& kind) {
-  const int param = model_.registry.index(name);
-  const Tensor part = map().view(unit_buffer(kind, map().unit_of(param)), param);
+  const auto whole = static_cast<size_t>(model_.registry.index(name));
+  const int param = part_.local[whole];
+  check_kind(kind);
+  const Tensor part =
+      param >= 0 ? map().view(unit_buffer(kind, map().unit_of(param)), param)
+                 : empty(device_, DType::kF32, model_.registry.specs()[whole].padded_shape, "parameter");
+  if (pipeline_) pipeline_->group().broadcast(part, part_.stage_of[whole], *stream_)->wait_on(*stream_);
   std::vector<float> values(static_cast<size_t>(part.numel()));
   copy_to_host(*stream_, part, values.data());
   stream_->synchronize();
@@ -67,10 +97,12 @@ std::vector<float> Engine::read_param(const std::string& name, const std::string
 }
 
 void Engine::write_param(const std::string& name, const std::vector<float>& values) {
-  const int param = model_.registry.index(name);
-  const Shape& shape = map().shape_of(param);
+  const auto whole = static_cast<size_t>(model_.registry.index(name));
+  const int param = part_.local[whole];
+  const Shape& shape = model_.registry.specs()[whole].padded_shape;
   require(static_cast<int64_t>(values.size()) == shape.numel(), "parameter '", name, "' has ",
           shape.to_string(), " = ", shape.numel(), " elements, got ", values.size());
+  if (param < 0) return;  // on another stage
   params_.weights.for_each_part(param, [&](const Tensor& part, int64_t first) {
     copy_from_host(*stream_, &values[static_cast<size_t>(first)], part);
   });

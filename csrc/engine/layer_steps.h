@@ -22,6 +22,11 @@ Tensor run_forward(const Model& model, const LayerRange& layers, const Context& 
 // `completes_lane`: it is the last one of its lane.
 Tensor run_backward(const Model& model, const LayerRange& layers, const Context& context, ParamStore& params,
                     Tensor grad, std::vector<Saved>& saved, bool completes_lane);
+// The same in two halves, for a pipeline that runs them apart: `saved` is kept for the second.
+Tensor run_backward_input(const Model& model, const LayerRange& layers, const Context& context,
+                          WeightStore& weights, Tensor grad, std::vector<Saved>& saved);
+void run_backward_weight(const Model& model, const LayerRange& layers, const Context& context,
+                         GradStore& grads, std::vector<Saved>& saved, bool completes_lane);
 // A rank without samples takes part in the gathers of a forward.
 void skip_forward(const LayerRange& layers, WeightStore& weights);
 

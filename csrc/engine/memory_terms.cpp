@@ -67,18 +67,21 @@ int64_t bucket_window(const UnitPlan& plan) {
 std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& registry,
                                      std::span<const OptimizerState> state, const MemoryQuestion& question) {
   const ShardMap& map = plan.map;
-  const int64_t whole = kElementBytes * map.num_elements(), shard = kElementBytes * map.shard_elements();
   const bool divides_gradients = question.zero.stage >= 2 && map.num_shards() > 1;
-  int64_t weights = 0, tied = 0, moments = 0;
-  for (int unit = 0; unit < map.num_units(); ++unit)
+  int64_t weights = 0, whole = 0, tied = 0, moments = 0;
+  for (int unit = 0; unit < map.num_units(); ++unit) {
     weights += unit_bytes(plan, unit) / (plan.stays_whole[at(unit)] ? 1 : map.num_shards());
-  for (int param = 0; param < map.num_params(); ++param)
+    if (!plan.is_frozen[at(unit)]) whole += unit_bytes(plan, unit);
+  }
+  for (int param = 0; param < map.num_params(); ++param) {
+    if (plan.is_frozen[at(map.unit_of(param))]) continue;
     tied += kElementBytes * map.shape_of(param).numel() * (registry.num_uses(param) - 1);
+  }
   for (const OptimizerState& kind : state)
     for (const Tensor& slice : kind.slices)
       if (slice.defined()) moments += slice.size_bytes();
   // Rounds are added up in a slice of their own.
-  const int64_t slices = divides_gradients || question.zero.round_first ? shard : 0;
+  const int64_t slices = divides_gradients || question.zero.round_first ? whole / map.num_shards() : 0;
   const int64_t partial_sums = std::bit_width(static_cast<uint64_t>(question.local_lanes)) - 1;
   const bool streams = question.local_lanes == 1 && question.micro_batches == 1;
   return {{"weights", weights, true},

@@ -11,7 +11,7 @@ std::vector<StatePart> Engine::state_parts() const {
     for (const ShardMap::Piece& piece : pieces) {
       const Tensor& slice = slices[static_cast<size_t>(map().unit_of(piece.param))];
       if (!slice.defined()) continue;  // a unit without such state
-      parts.push_back({kind, piece.param, piece.param_begin, piece.size,
+      parts.push_back({kind, part_.whole[static_cast<size_t>(piece.param)], piece.param_begin, piece.size,
                        slice.slice(0, piece.unit_shard_begin, piece.unit_shard_begin + piece.size)});
     }
   };
@@ -60,9 +60,21 @@ void Engine::write_state(std::span<const StateRange> ranges, std::span<const std
   background().synchronize();
 }
 
+std::vector<int64_t> Engine::updates() const {
+  // Every step updates all parameters, those of other stages too.
+  std::vector<int64_t> all(part_.local.size(), applied_steps_);
+  for (size_t param = 0; param < all.size(); ++param)
+    if (part_.local[param] >= 0) all[param] = optimizer_->updates()[static_cast<size_t>(part_.local[param])];
+  return all;
+}
+
 void Engine::set_progress(int64_t applied_steps, std::vector<int64_t> updates) {
   require(applied_steps >= 0, "set_progress: applied_steps is ", applied_steps, "; expected at least 0");
-  optimizer_->set_updates(std::move(updates));
+  require(updates.size() == part_.local.size(), "set_progress: ", updates.size(), " counts of updates for ",
+          part_.local.size(), " parameters");
+  std::vector<int64_t> own;
+  for (const int param : part_.whole) own.push_back(updates[static_cast<size_t>(param)]);
+  optimizer_->set_updates(std::move(own));
   applied_steps_ = applied_steps;
 }
 

@@ -28,14 +28,24 @@ ShardMap make_map(const ParamRegistry& registry, const ZeroOptions& options, int
 }  // namespace
 
 UnitPlan make_unit_plan(const ParamRegistry& registry, size_t num_layers, const ZeroOptions& options,
-                        int64_t num_shards, std::span<const int> group_of_param) {
+                        int64_t num_shards, const OptimizerOptions& optimizer, std::span<const int> parts) {
+  std::vector<int> group_of_param = state_groups(registry.specs(), optimizer);
+  group_of_param.resize(registry.specs().size(), 0);
+  const int num_parts = parts.empty() ? 1 : 1 + *std::max_element(parts.begin(), parts.end());
+  for (size_t param = 0; param < parts.size(); ++param)
+    group_of_param[param] = group_of_param[param] * num_parts + parts[param];
   UnitPlan plan{.map = make_map(registry, options, num_shards, group_of_param)};
   const ShardMap& map = plan.map;
   plan.used_by.resize(num_layers);
   plan.accumulated_by.resize(num_layers);
   plan.completed_by.resize(num_layers);
   // Units are reduced in the order in which backward completes them: the later ones of a layer first.
+  plan.is_frozen.resize(static_cast<size_t>(map.num_units()));
+  plan.first_trainable_layer = num_layers;
   for (int unit = map.num_units() - 1; unit >= 0; --unit) {
+    const auto first = static_cast<size_t>(map.params_of(unit).front());
+    const bool is_frozen = !optimizer.trainable.empty() && optimizer.trainable[first] == 0;
+    plan.is_frozen[static_cast<size_t>(unit)] = is_frozen;
     int lowest = static_cast<int>(num_layers) - 1;
     for (const int param : map.params_of(unit)) {
       const std::vector<int>& layers = registry.layers_of(param);
@@ -43,10 +53,14 @@ UnitPlan make_unit_plan(const ParamRegistry& registry, size_t num_layers, const 
         add_once(plan.used_by[static_cast<size_t>(layer)], unit);
         lowest = std::min(lowest, layer);
       }
-      add_once(plan.accumulated_by[static_cast<size_t>(layers.front())], unit);
+      if (!is_frozen) add_once(plan.accumulated_by[static_cast<size_t>(layers.front())], unit);
     }
+    if (is_frozen) continue;
     plan.completed_by[static_cast<size_t>(lowest)].push_back(unit);
+    plan.first_trainable_layer = std::min(plan.first_trainable_layer, static_cast<size_t>(lowest));
   }
+  require(plan.first_trainable_layer < num_layers || map.num_params() == 0,
+          "every parameter is frozen: there is nothing to train");
   for (std::vector<int>& units : plan.used_by) std::sort(units.begin(), units.end());
   for (int unit = 0; unit < map.num_units(); ++unit) {
     const int param = map.params_of(unit).front();

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "nn/param_registry.h"
-#include "optim/shard_map.h"
+#include "optim/optimizer.h"
 
 namespace polyreme {
 
@@ -31,11 +31,15 @@ struct UnitPlan {
   std::vector<std::vector<int>> accumulated_by;  // by layer: the units that its first uses add gradients to
   // By layer: the units whose gradients are complete when its backward has run, in order of reduction.
   std::vector<std::vector<int>> completed_by;
-  std::vector<bool> stays_whole;  // by unit: every rank holds its weights between uses
+  std::vector<bool> stays_whole;     // by unit: every rank holds its weights between uses
+  std::vector<bool> is_frozen;       // by unit: its parameters do not learn, and have no gradient
+  size_t first_trainable_layer = 0;  // backward ends with it
 };
 
-// Parameters of different groups do not share a unit.
+// Parameters of different `parts` do not share a unit; empty: one part. Throws InvalidArgument if no
+// parameter learns.
 UnitPlan make_unit_plan(const ParamRegistry& registry, size_t num_layers, const ZeroOptions& options,
-                        int64_t num_shards, std::span<const int> group_of_param);
+                        int64_t num_shards, const OptimizerOptions& optimizer,
+                        std::span<const int> parts = {});
 
 }  // namespace polyreme

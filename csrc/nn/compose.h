@@ -19,6 +19,14 @@ class Sequential final : public Layer {
   std::vector<LayerPtr> layers_;
 };
 
+// The layers one after the other.
+template <typename... Layers>
+LayerPtr sequential(Layers... layers) {
+  std::vector<LayerPtr> list;
+  (list.push_back(std::move(layers)), ...);
+  return std::make_unique<Sequential>(std::move(list));
+}
+
 // y = x + inner(x).
 class Residual final : public Layer {
  public:

@@ -45,13 +45,6 @@ void validate(const GptConfig& config) {
   stored("logits_dtype", config.logits_dtype, dtype_or_f32(config.logits_dtype), "dtype or float32");
 }
 
-template <typename... Layers>
-LayerPtr sequential(Layers... layers) {
-  std::vector<LayerPtr> list;
-  (list.push_back(std::move(layers)), ...);
-  return std::make_unique<Sequential>(std::move(list));
-}
-
 LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, int64_t index) {
   const std::string prefix = concat("h.", index, ".");
   const int64_t hidden = config.hidden;
@@ -117,6 +110,9 @@ Model build_gpt(const GptConfig& config) {
       " norm_dtype=", dtype_name(config.norm_dtype), " logits_dtype=", dtype_name(config.logits_dtype));
   model.vocab = config.vocab;
   model.max_seq_len = config.seq_len;
+  for (int64_t i = 0; i <= config.layers; ++i) model.cuts.push_back(static_cast<size_t>(1 + i));
+  model.boundary_features = config.hidden;
+  model.boundary_dtype = config.dtype;
   const auto add_layer = [&model](const auto& build) {
     model.registry.begin_layer(model.layers.size());
     model.layers.push_back(build());

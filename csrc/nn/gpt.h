@@ -30,6 +30,11 @@ struct Model {
   std::vector<LayerPtr> layers;
   int64_t vocab = 0;
   int64_t max_seq_len = 0;
+  // Layers before which a pipeline may cut the model, ascending: the blocks, and what follows them. What
+  // flows there is [rows, boundary_features] of boundary_dtype, either way.
+  std::vector<size_t> cuts;
+  int64_t boundary_features = 0;
+  DType boundary_dtype = DType::kF32;
 
   Cost cost(int64_t num_samples, int64_t seq_len) const;
 };

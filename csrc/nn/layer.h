@@ -25,6 +25,8 @@ class ParamStorage {
   virtual Tensor weight(const ParamUse& use) const = 0;
   // The accumulator of this use for the current lane; backward_weight adds to it.
   virtual Tensor grad(const ParamUse& use) const = 0;
+  // Whether the parameter learns. Of one that does not, what is added to grad() is dropped.
+  virtual bool is_trainable(const ParamUse&) const { return true; }
 };
 
 // What a layer needs besides its input.

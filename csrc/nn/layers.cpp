@@ -31,11 +31,15 @@ void sum_over_tp(ParamSpec& spec) { spec.grad_reductions.push_back({"tp", GradRe
 
 Embedding::Embedding(ParamRegistry& registry, int64_t vocab, int64_t max_seq_len, int64_t features,
                      double init_std, DType dtype)
-    : features_(features), parameters_((vocab + max_seq_len) * features), dtype_(dtype) {
+    : features_(features),
+      parameters_((vocab + max_seq_len) * features),
+      dtype_(dtype),
+      has_positions_(max_seq_len > 0) {
   const ParamInit init{ParamInit::Kind::kNormal, init_std};
   ParamSpec tokens = spec_of("wte.weight", {vocab, features}, dtype, init);
   tokens.cuts = {{.dim = 0, .axis = "tp"}};
   tokens_ = registry.declare(std::move(tokens));
+  if (!has_positions_) return;
   ParamSpec positions = spec_of("wpe.weight", {max_seq_len, features}, dtype, init);
   sum_over_tp(positions);
   positions_ = registry.declare(std::move(positions));
@@ -46,7 +50,7 @@ Tensor Embedding::forward(const Context& context, const Tensor&, Saved*) const {
   const Tensor out =
       new_activation(context, dtype_, {batch.num_samples(), batch.seq_len(), features_}, "embedding");
   embedding_forward(context.stream, batch.tokens, context.params.weight(tokens_),
-                    context.params.weight(positions_), out);
+                    has_positions_ ? context.params.weight(positions_) : Tensor(), out);
   return out.view({batch.num_samples() * batch.seq_len(), features_});
 }
 
@@ -56,10 +60,12 @@ Tensor Embedding::backward_input(const Context&, const Tensor& dy, Saved& saved)
 }
 
 void Embedding::backward_weight(const Context& context, Saved& saved) const {
+  const bool positions_learn = has_positions_ && context.params.is_trainable(positions_);
+  if (!context.params.is_trainable(tokens_) && !positions_learn) return;
   const MicroBatch& batch = context.batch;
-  embedding_backward(context.stream, batch.tokens,
-                     saved.tensors[0].view({batch.num_samples(), batch.seq_len(), features_}),
-                     context.params.grad(tokens_), context.params.grad(positions_));
+  embedding_backward(
+      context.stream, batch.tokens, saved.tensors[0].view({batch.num_samples(), batch.seq_len(), features_}),
+      context.params.grad(tokens_), has_positions_ ? context.params.grad(positions_) : Tensor());
 }
 
 Cost Embedding::cost(int64_t num_samples, int64_t seq_len) const {
@@ -124,8 +130,10 @@ Tensor Linear::backward_input(const Context& context, const Tensor& dy, Saved& s
 void Linear::backward_weight(const Context& context, Saved& saved) const {
   const Tensor& x = saved.tensors[0];
   const Tensor& dy = saved.tensors[1];
-  gemm(context.stream, dy.transpose(0, 1), x, context.params.grad(weight_), /*accumulate=*/true);
-  if (bias_) accumulate_rows(context.stream, dy, context.params.grad(bias_use_));
+  if (context.params.is_trainable(weight_))
+    gemm(context.stream, dy.transpose(0, 1), x, context.params.grad(weight_), /*accumulate=*/true);
+  if (bias_ && context.params.is_trainable(bias_use_))
+    accumulate_rows(context.stream, dy, context.params.grad(bias_use_));
 }
 
 Cost Linear::cost(int64_t num_samples, int64_t seq_len) const {
@@ -171,6 +179,7 @@ Tensor LayerNorm::backward_input(const Context& context, const Tensor& dy, Saved
 }
 
 void LayerNorm::backward_weight(const Context& context, Saved& saved) const {
+  if (!context.params.is_trainable(gamma_) && !context.params.is_trainable(beta_)) return;
   layer_norm_backward_weight(context.stream, saved.tensors[3], saved.tensors[0], saved.tensors[1],
                              saved.tensors[2], context.params.grad(gamma_), context.params.grad(beta_));
 }

@@ -11,7 +11,8 @@
 
 namespace polyreme {
 
-// Sum of a token and a learned position embedding; reads context.batch.tokens, not x.
+// A token embedding, plus a learned position embedding unless max_seq_len is 0; reads context.batch.tokens,
+// not x.
 class Embedding final : public Layer {
  public:
   Embedding(ParamRegistry& registry, int64_t vocab, int64_t max_seq_len, int64_t features, double init_std,
@@ -24,6 +25,7 @@ class Embedding final : public Layer {
  private:
   int64_t features_, parameters_;
   DType dtype_;  // of both tables and the output
+  bool has_positions_;
   ParamUse tokens_, positions_;
 };
 

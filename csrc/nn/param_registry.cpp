@@ -34,4 +34,19 @@ ParamUse ParamRegistry::declare_use(const std::string& name) {
   return {param, static_cast<int>(layers.size()) - 1};
 }
 
+ParamRegistry ParamRegistry::part(const std::vector<bool>& held, std::vector<int>* local) const {
+  ParamRegistry result;
+  local->assign(specs_.size(), -1);
+  for (size_t param = 0; param < specs_.size(); ++param) {
+    std::vector<int> layers;
+    for (const int layer : use_layers_[param])
+      if (held[static_cast<size_t>(layer)]) layers.push_back(layer);
+    if (layers.empty()) continue;
+    (*local)[param] = static_cast<int>(result.specs_.size());
+    result.specs_.push_back(specs_[param]);
+    result.use_layers_.push_back(std::move(layers));
+  }
+  return result;
+}
+
 }  // namespace polyreme

@@ -11,8 +11,20 @@ namespace polyreme {
 namespace {
 
 struct Sizes {
-  int64_t batch, seq, heads, head_dim;
-  int64_t row() const { return heads * head_dim; }  // floats of one token in q, k, v or out
+  int64_t batch, seq, heads, kv_heads, head_dim;
+  bool by_group = false;  // a token of qkv is q ... q k v of each k and v head; else all q, all k, all v
+  int64_t group() const { return heads / kv_heads; }  // query heads of one k and v
+  // Elements of one token.
+  int64_t out_row() const { return heads * head_dim; }
+  int64_t qkv_row() const { return (heads + 2 * kv_heads) * head_dim; }
+  // Where heads lie in a token of qkv.
+  int64_t q_column(int64_t head) const {
+    return (by_group ? head / group() * (group() + 2) + head % group() : head) * head_dim;
+  }
+  int64_t k_column(int64_t kv_head) const {
+    return (by_group ? kv_head * (group() + 2) + group() : heads + kv_head) * head_dim;
+  }
+  int64_t v_column(int64_t kv_head) const { return k_column(kv_head) + (by_group ? 1 : kv_heads) * head_dim; }
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(head_dim)); }
   // Two operations per multiply-add and (query, key) pair that attention sees.
   double flops(int num_products) const {
@@ -21,21 +33,37 @@ struct Sizes {
   }
 };
 
-Sizes check_shapes(const char* op, const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp) {
+Sizes equal_heads(const char* op, const Tensor& qkv) {
   check_float_rows({op, "qkv"}, qkv, 5);
   require(qkv.size(2) == 3, op, ": qkv: expected [batch, seq, 3, heads, head_dim], got ", qkv.to_string());
-  const Sizes sizes{qkv.size(0), qkv.size(1), qkv.size(3), qkv.size(4)};
+  return {qkv.size(0), qkv.size(1), qkv.size(3), qkv.size(3), qkv.size(4)};
+}
+
+Sizes grouped_heads(const char* op, const Tensor& qkv, const Tensor& out) {
+  check_float_rows({op, "qkv"}, qkv, 4);
+  const int64_t heads = out.defined() && out.dims() == 4 ? out.size(2) : 0, rest = qkv.size(2) - heads;
+  require(heads > 0 && rest > 0 && rest % 2 == 0 && heads % (rest / 2) == 0, op,
+          ": qkv: expected [batch, seq, heads + 2 * kv_heads, head_dim], kv_heads dividing heads, with out "
+          "[batch, seq, heads, head_dim]; got ",
+          qkv.to_string(), " and ", out.defined() ? out.to_string() : "an undefined tensor");
+  return {qkv.size(0), qkv.size(1), heads, rest / 2, qkv.size(3), true};
+}
+
+Sizes check_shapes(const char* op, const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp) {
+  const bool grouped = qkv.defined() && qkv.dims() == 4;
+  const Sizes sizes = grouped ? grouped_heads(op, qkv, out) : equal_heads(op, qkv);
   check_dense({op, "out"}, out, {sizes.batch, sizes.seq, sizes.heads, sizes.head_dim}, qkv.dtype());
   check_dense({op, "log_sum_exp"}, log_sum_exp, {sizes.batch, sizes.heads, sizes.seq});
   return sizes;
 }
 
-// Calls body(sample, head, scratch) for every head of every sample, each with `scratch_floats` of its own.
+// Calls body(sample, head, scratch) for each of `heads` heads of every sample, each with `scratch_floats` of
+// its own.
 template <typename Body>
-void for_heads(ThreadPool& pool, const Sizes& sizes, int64_t scratch_floats, Body&& body) {
+void for_heads(ThreadPool& pool, int64_t batch, int64_t heads, int64_t scratch_floats, Body&& body) {
   const size_t scratch_bytes = static_cast<size_t>(scratch_floats) * sizeof(float);
-  parallel_for(pool, sizes.batch * sizes.heads, [&](int64_t task, int thread) {
-    body(task / sizes.heads, task % sizes.heads, static_cast<float*>(pool.scratch(thread, scratch_bytes)));
+  parallel_for(pool, batch * heads, [&](int64_t task, int thread) {
+    body(task / heads, task % heads, static_cast<float*>(pool.scratch(thread, scratch_bytes)));
   });
 }
 
@@ -62,7 +90,7 @@ void attention_forward(Stream& stream, const Tensor& qkv, const Tensor& out, con
   check_apart({op, "out"}, out, qkv);
   check_apart({op, "log_sum_exp"}, log_sum_exp, qkv);
   check_apart({op, "log_sum_exp"}, log_sum_exp, out);
-  if (CudaStream* const gpu = gpu_stream(stream))
+  if (CudaStream* const gpu = gpu_stream(stream); gpu != nullptr && !sizes.by_group)
     return launch(*gpu, op, {qkv, out, log_sum_exp}, &PolyremeCudaTable::attention_forward,
                   attention_args(sizes, qkv, out, log_sum_exp));
   // S and O: two products.
@@ -73,26 +101,27 @@ void attention_forward(Stream& stream, const Tensor& qkv, const Tensor& out, con
             pick(context.isa, cpu::avx2::attention_forward_head, cpu::avx512::attention_forward_head);
         const auto scratch_size =
             pick(context.isa, cpu::avx2::attention_forward_scratch, cpu::avx512::attention_forward_scratch);
-        const int64_t row = sizes.row();
-        const int64_t scratch_floats = scratch_size(sizes.seq, sizes.head_dim);
-        for_heads(context.pool, sizes, scratch_floats, [&](int64_t sample, int64_t head, float* scratch) {
-          const int64_t first = sample * sizes.seq, column = head * sizes.head_dim;
-          const ElementPointer q{ElementPointer(qkv) + (first * 3 * row + column), type};
-          const cpu::AttentionForwardHead args{
-              .type = type,
-              .q = q.data,
-              .k = q + row,
-              .v = q + 2 * row,
-              .out = ElementPointer(out) + (first * row + column),
-              .log_sum_exp = log_sum_exp.address<float>() + (sample * sizes.heads + head) * sizes.seq,
-              .qkv_stride = 3 * row,
-              .out_stride = row,
-              .seq = sizes.seq,
-              .head_dim = sizes.head_dim,
-              .scale = sizes.scale(),
-          };
-          kernel(&args, scratch);
-        });
+        const int64_t seq = sizes.seq, heads = sizes.heads, head_dim = sizes.head_dim;
+        const int64_t scratch_floats = scratch_size(seq, head_dim);
+        for_heads(context.pool, sizes.batch, heads, scratch_floats,
+                  [&](int64_t sample, int64_t head, float* scratch) {
+                    const int64_t first = sample * seq, kv_head = head / sizes.group();
+                    const ElementPointer token{ElementPointer(qkv) + first * sizes.qkv_row(), type};
+                    const cpu::AttentionForwardHead args{
+                        .type = type,
+                        .q = token + sizes.q_column(head),
+                        .k = token + sizes.k_column(kv_head),
+                        .v = token + sizes.v_column(kv_head),
+                        .out = ElementPointer(out) + (first * sizes.out_row() + head * head_dim),
+                        .log_sum_exp = log_sum_exp.address<float>() + (sample * heads + head) * seq,
+                        .qkv_stride = sizes.qkv_row(),
+                        .out_stride = sizes.out_row(),
+                        .seq = seq,
+                        .head_dim = head_dim,
+                        .scale = sizes.scale(),
+                    };
+                    kernel(&args, scratch);
+                  });
       });
 }
 
@@ -103,7 +132,7 @@ void attention_backward(Stream& stream, const Tensor& qkv, const Tensor& out, co
   check_dense({op, "dout"}, dout, out.shape(), qkv.dtype());
   check_dense({op, "dqkv"}, dqkv, qkv.shape(), qkv.dtype());
   for (const Tensor* in : {&qkv, &out, &log_sum_exp, &dout}) check_apart({op, "dqkv"}, dqkv, *in);
-  if (CudaStream* const gpu = gpu_stream(stream)) {
+  if (CudaStream* const gpu = gpu_stream(stream); gpu != nullptr && !sizes.by_group) {
     PolyremeAttention args = attention_args(sizes, qkv, out, log_sum_exp);
     args.dout = dout.raw_address();
     args.dqkv = dqkv.raw_address();
@@ -119,31 +148,37 @@ void attention_backward(Stream& stream, const Tensor& qkv, const Tensor& out, co
             pick(context.isa, cpu::avx2::attention_backward_head, cpu::avx512::attention_backward_head);
         const auto scratch_size =
             pick(context.isa, cpu::avx2::attention_backward_scratch, cpu::avx512::attention_backward_scratch);
-        const int64_t row = sizes.row();
-        const int64_t scratch_floats = scratch_size(sizes.seq, sizes.head_dim);
-        for_heads(context.pool, sizes, scratch_floats, [&](int64_t sample, int64_t head, float* scratch) {
-          const int64_t first = sample * sizes.seq, column = head * sizes.head_dim;
-          const ElementPointer q{ElementPointer(qkv) + (first * 3 * row + column), type};
-          const ElementPointer dq{ElementPointer(dqkv) + (first * 3 * row + column), type};
-          const cpu::AttentionBackwardHead args{
-              .type = type,
-              .q = q.data,
-              .k = q + row,
-              .v = q + 2 * row,
-              .out = ElementPointer(out) + (first * row + column),
-              .log_sum_exp = log_sum_exp.address<float>() + (sample * sizes.heads + head) * sizes.seq,
-              .dout = ElementPointer(dout) + (first * row + column),
-              .dq = dq.data,
-              .dk = dq + row,
-              .dv = dq + 2 * row,
-              .qkv_stride = 3 * row,
-              .out_stride = row,
-              .seq = sizes.seq,
-              .head_dim = sizes.head_dim,
-              .scale = sizes.scale(),
-          };
-          kernel(&args, scratch);
-        });
+        const int64_t seq = sizes.seq, heads = sizes.heads, head_dim = sizes.head_dim;
+        const int64_t scratch_floats = scratch_size(seq, head_dim);
+        for_heads(context.pool, sizes.batch, sizes.kv_heads, scratch_floats,
+                  [&](int64_t sample, int64_t kv_head, float* scratch) {
+                    const int64_t first = sample * seq, head = kv_head * sizes.group();
+                    const int64_t first_qkv = first * sizes.qkv_row();
+                    const int64_t first_out = first * sizes.out_row() + head * head_dim;
+                    const ElementPointer token{ElementPointer(qkv) + first_qkv, type};
+                    const ElementPointer dtoken{ElementPointer(dqkv) + first_qkv, type};
+                    const int64_t q = sizes.q_column(head), k = sizes.k_column(kv_head),
+                                  v = sizes.v_column(kv_head);
+                    const cpu::AttentionBackwardHead args{
+                        .type = type,
+                        .q = token + q,
+                        .k = token + k,
+                        .v = token + v,
+                        .out = ElementPointer(out) + first_out,
+                        .log_sum_exp = log_sum_exp.address<float>() + (sample * heads + head) * seq,
+                        .dout = ElementPointer(dout) + first_out,
+                        .dq = dtoken + q,
+                        .dk = dtoken + k,
+                        .dv = dtoken + v,
+                        .qkv_stride = sizes.qkv_row(),
+                        .out_stride = sizes.out_row(),
+                        .seq = seq,
+                        .head_dim = head_dim,
+                        .group = sizes.group(),
+                        .scale = sizes.scale(),
+                    };
+                    kernel(&args, scratch);
+                  });
       });
 }
 

@@ -18,11 +18,13 @@ Sizes check_embedding(const char* op, const Tensor& tokens, const Tensor& token_
                       const char* activations_name) {
   check_rows({op, "tokens"}, tokens, 2, DType::kI32);
   check_float_rows({op, token_rows_name}, token_rows);
-  check_rows({op, position_rows_name}, position_rows, 2, token_rows.dtype());
   const Sizes sizes = {tokens.size(0), tokens.size(1), token_rows.size(1), token_rows.size(0)};
-  require(position_rows.size(0) >= sizes.seq && position_rows.size(1) == sizes.cols, op, ": ",
-          position_rows_name, ": expected at least ", sizes.seq, " rows of ", sizes.cols, " columns, got [",
-          position_rows.size(0), ", ", position_rows.size(1), "]");
+  if (position_rows.defined()) {
+    check_rows({op, position_rows_name}, position_rows, 2, token_rows.dtype());
+    require(position_rows.size(0) >= sizes.seq && position_rows.size(1) == sizes.cols, op, ": ",
+            position_rows_name, ": expected at least ", sizes.seq, " rows of ", sizes.cols, " columns, got [",
+            position_rows.size(0), ", ", position_rows.size(1), "]");
+  }
   check_float({op, activations_name}, activations);
   check_dense({op, activations_name}, activations, {sizes.batch, sizes.seq, sizes.cols}, activations.dtype());
   return sizes;
@@ -37,7 +39,7 @@ void check_tokens(const char* op, const int32_t* tokens, const Sizes& sizes) {
 
 // The rows [0, seq) of a position table are all that an operation touches.
 Tensor used_positions(const Tensor& position_rows, const Sizes& sizes) {
-  return position_rows.slice(0, 0, sizes.seq);
+  return position_rows.defined() ? position_rows.slice(0, 0, sizes.seq) : Tensor();
 }
 
 }  // namespace
@@ -49,20 +51,28 @@ void embedding_forward(Stream& stream, const Tensor& tokens, const Tensor& token
       check_embedding(kOp, tokens, token_table, "token_table", position_table, "position_table", out, "out");
   check_dense({kOp, "out"}, out, out.shape(), token_table.dtype());
   const int32_t* const token = tokens.address<int32_t>();
-  const ElementPointer token_rows(token_table), position_rows(position_table), out_rows(out);
-  as_cpu(stream).enqueue(
-      {kOp, OpKind::kEmbedding},
-      {reads(tokens), reads(token_table), reads(used_positions(position_table, sizes)), writes(out)},
-      [=](const CpuContext& context) {
-        check_tokens(kOp, token, sizes);
-        const auto kernel = pick(context.isa, cpu::avx2::add, cpu::avx512::add);
-        const int64_t cols = sizes.cols;
-        for_row_ranges(context.pool, sizes.batch * sizes.seq, cols, [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; ++i)
-            kernel(out_rows.type, token_rows + token[i] * cols, position_rows + i % sizes.seq * cols,
-                   out_rows + i * cols, cols);
-        });
-      });
+  const bool has_positions = position_table.defined();
+  const ElementPointer token_rows(token_table), out_rows(out);
+  const ElementPointer position_rows = has_positions ? ElementPointer(position_table) : ElementPointer();
+  std::vector<Access> accesses = {reads(tokens), reads(token_table), writes(out)};
+  if (has_positions) accesses.push_back(reads(used_positions(position_table, sizes)));
+  as_cpu(stream).enqueue({kOp, OpKind::kEmbedding}, std::move(accesses), [=](const CpuContext& context) {
+    check_tokens(kOp, token, sizes);
+    const auto sum = pick(context.isa, cpu::avx2::add, cpu::avx512::add);
+    const auto copy_row = pick(context.isa, cpu::avx2::cast, cpu::avx512::cast);
+    const int64_t cols = sizes.cols;
+    for_row_ranges(context.pool, sizes.batch * sizes.seq, cols, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const void* from = token_rows + token[i] * cols;
+        void* to = out_rows + i * cols;
+        if (has_positions) {
+          sum(out_rows.type, from, position_rows + i % sizes.seq * cols, to, cols);
+        } else {
+          copy_row(out_rows.type, from, out_rows.type, to, cols);
+        }
+      }
+    });
+  });
 }
 
 void embedding_backward(Stream& stream, const Tensor& tokens, const Tensor& dout, const Tensor& token_grad,
@@ -71,30 +81,29 @@ void embedding_backward(Stream& stream, const Tensor& tokens, const Tensor& dout
   const Sizes sizes =
       check_embedding(kOp, tokens, token_grad, "token_grad", position_grad, "position_grad", dout, "dout");
   check_dense({kOp, "token_grad"}, token_grad, DType::kF32);
-  check_apart({kOp, "position_grad"}, position_grad, token_grad);
+  if (position_grad.defined()) check_apart({kOp, "position_grad"}, position_grad, token_grad);
   const int32_t* const token = tokens.address<int32_t>();
   const ElementPointer dout_rows(dout);
   float* const token_rows = token_grad.address<float>();
-  float* const position_rows = position_grad.address<float>();
   const Tensor positions = used_positions(position_grad, sizes);
-  as_cpu(stream).enqueue({kOp, OpKind::kEmbedding},
-                         {reads(tokens), reads(dout), reads(token_grad), writes(token_grad), reads(positions),
-                          writes(positions)},
-                         [=](const CpuContext& context) {
-                           check_tokens(kOp, token, sizes);
-                           const auto kernel = pick(context.isa, cpu::avx2::add_to, cpu::avx512::add_to);
-                           // Threads share the columns, so that every row sees the tokens in order.
-                           const int64_t cols = sizes.cols;
-                           for_column_ranges(context.pool, cols, [&](int64_t begin, int64_t end) {
-                             for (int64_t i = 0; i < sizes.batch * sizes.seq; ++i) {
-                               const void* from = dout_rows + (i * cols + begin);
-                               float* token_row = token_rows + token[i] * cols + begin;
-                               float* position_row = position_rows + i % sizes.seq * cols + begin;
-                               kernel(dout_rows.type, from, token_row, end - begin);
-                               kernel(dout_rows.type, from, position_row, end - begin);
-                             }
-                           });
-                         });
+  float* const position_rows = positions.defined() ? positions.address<float>() : nullptr;
+  std::vector<Access> accesses = {reads(tokens), reads(dout), reads(token_grad), writes(token_grad)};
+  if (position_rows) accesses.insert(accesses.end(), {reads(positions), writes(positions)});
+  as_cpu(stream).enqueue({kOp, OpKind::kEmbedding}, std::move(accesses), [=](const CpuContext& context) {
+    check_tokens(kOp, token, sizes);
+    const auto kernel = pick(context.isa, cpu::avx2::add_to, cpu::avx512::add_to);
+    // Threads share the columns, so that every row sees the tokens in order.
+    const int64_t cols = sizes.cols;
+    for_column_ranges(context.pool, cols, [&](int64_t begin, int64_t end) {
+      for (int64_t i = 0; i < sizes.batch * sizes.seq; ++i) {
+        const void* from = dout_rows + (i * cols + begin);
+        float* token_row = token_rows + token[i] * cols + begin;
+        kernel(dout_rows.type, from, token_row, end - begin);
+        if (position_rows)
+          kernel(dout_rows.type, from, position_rows + i % sizes.seq * cols + begin, end - begin);
+      }
+    });
+  });
 }
 
 }  // namespace polyreme

@@ -71,10 +71,35 @@ void layer_norm_backward_input(Stream& stream, const Tensor& dy, const Tensor& x
 void layer_norm_backward_weight(Stream& stream, const Tensor& dy, const Tensor& x, const Tensor& mean,
                                 const Tensor& rstd, const Tensor& dgamma, const Tensor& dbeta);
 
+// ---- RMSNorm (Zhang & Sennrich 2019) --------------------------------------------------------------
+// y = x / sqrt(average of x^2 along the row + eps) * gamma. x, y: F [rows, cols]; gamma: P [cols]; rstd:
+// [rows]. y may be x; dx may be dy or x.
+void rms_norm_forward(Stream& stream, const Tensor& x, const Tensor& gamma, float eps, const Tensor& y,
+                      const Tensor& rstd);
+void rms_norm_backward_input(Stream& stream, const Tensor& dy, const Tensor& x, const Tensor& gamma,
+                             const Tensor& rstd, const Tensor& dx);
+// Adds to dgamma: chains over rows.
+void rms_norm_backward_weight(Stream& stream, const Tensor& dy, const Tensor& x, const Tensor& rstd,
+                              const Tensor& dgamma);
+
+// ---- SwiGLU (Shazeer 2020) --------------------------------------------------------------------------
+// y = silu(gate) * up; x: F [rows, 2 cols], gate | up; y: F [rows, cols]. dx may be x.
+void swiglu_forward(Stream& stream, const Tensor& x, const Tensor& y);
+void swiglu_backward(Stream& stream, const Tensor& x, const Tensor& dy, const Tensor& dx);
+
+// ---- rotary position embedding (Su et al. 2021) -------------------------------------------------------
+// y = x, F [batch, seq, groups, any, head_dim], with the first `heads` heads of each group turned: the pair
+// (i, i + head_dim / 2) by position * theta^(-2 i / head_dim) radians. y may be x. `inverse` turns back,
+// which is its backward.
+void rotary(Stream& stream, const Tensor& x, const Tensor& y, int64_t heads, double theta,
+            bool inverse = false);
+
 // ---- causal multi-head attention ----------------------------------------------------------------
-// qkv: F [batch, seq, 3, heads, head_dim]; out: F [batch, seq, heads, head_dim]; log_sum_exp:
-// [batch, heads, seq]. Blocked online softmax (Milakov & Gimelshein 2018; Dao et al. 2022): no
-// seq x seq matrix is stored. Scale 1/sqrt(head_dim). A sample's bits depend on that sample alone.
+// qkv: F [batch, seq, 3, heads, head_dim]; or, where each k and v serves heads / kv_heads query heads
+// (Ainslie et al. 2023), [batch, seq, heads + 2 kv_heads, head_dim]: for each k and v head its query heads,
+// then k, then v. out: F [batch, seq, heads, head_dim]; log_sum_exp: [batch, heads, seq]. Blocked online
+// softmax (Milakov & Gimelshein 2018; Dao et al. 2022): no seq x seq matrix is stored. Scale
+// 1/sqrt(head_dim). A sample's bits depend on that sample alone.
 void attention_forward(Stream& stream, const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp);
 void attention_backward(Stream& stream, const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp,
                         const Tensor& dout, const Tensor& dqkv);
@@ -82,6 +107,7 @@ void attention_backward(Stream& stream, const Tensor& qkv, const Tensor& out, co
 // ---- embedding ----------------------------------------------------------------------------------
 // out[batch, seq, cols] = token_table[tokens] + position_table[0..seq), all F. tokens: int32 [batch, seq],
 // each in [0, token_table rows): checked when the operation runs, before anything is written.
+// Without a position_table (undefined), the rows of token_table alone.
 void embedding_forward(Stream& stream, const Tensor& tokens, const Tensor& token_table,
                        const Tensor& position_table, const Tensor& out);
 // Adds dout (F) to both gradients, token after token in ascending order.

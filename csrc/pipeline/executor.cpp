@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "device/cpu/background_stream.h"
 #include "pipeline/schedule/issue_order.h"
 #include "pipeline/schedule/validate.h"
 
@@ -53,6 +54,12 @@ int boundary_of(const Action& transfer) {
   return transfer.chunk + (below ? 0 : 1);
 }
 
+// The deferred CPU device runs its streams one by one: a receive ahead would hold up what its sender waits
+// for.
+bool runs_beside_the_host(Stream& stream) {
+  return stream.device().kind() != DeviceKind::kCpu || dynamic_cast<BackgroundStream*>(&stream) != nullptr;
+}
+
 std::string words(const Action& action) {
   if (action.kind == ActionKind::kStep) return "step";
   std::string text = name(action.kind);
@@ -75,14 +82,10 @@ Executor::Executor(Schedule schedule, Communicator& group, Stream& compute, cons
   validate(schedule_, {.lanes = options.lanes});
   require(schedule_.num_ranks() == group.size(), "the schedule is for ", schedule_.num_ranks(),
           " stages, but the pp axis has ", group.size(), " ranks; make it for stages=", group.size());
-  require(
-      options.overlap || !options.receive_ahead,
-      "receive_ahead needs overlap: a receive that is issued ahead would block what its sender waits for");
   list_ = schedule_.actions[static_cast<size_t>(group.rank())];
-  if (options.receive_ahead) list_ = issue_order(list_);
-  const bool transfers = schedule_.has_transfers();
-  if (options.overlap && transfers)
-    background_ = compute.device().create_stream("pipeline", StreamKind::kBackground);
+  if (!options.overlap || !schedule_.has_transfers()) return;
+  background_ = compute.device().create_stream("pipeline", StreamKind::kBackground);
+  if (runs_beside_the_host(*background_)) list_ = issue_order(list_);
 }
 
 Executor::~Executor() = default;

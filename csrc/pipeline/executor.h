@@ -13,12 +13,9 @@
 namespace polyreme::pipeline {
 
 struct ExecutorOptions {
-  // Transfers run on a background stream, beside computations. False: one thing after the other.
+  // Transfers run on a background stream, beside computations, and are issued as early as issue_order.h says
+  // where streams run at their own pace. False: one thing after the other.
   bool overlap = true;
-  // Transfers are issued as early as issue_order.h says. Needs `overlap`, and a device whose streams run at
-  // their own pace: on the deferred CPU device, which runs them one by one, a receive could hold up what its
-  // sender waits for.
-  bool receive_ahead = true;
   // Of the batch's lanes, see ValidateOptions.
   int lanes = 1;
 };

@@ -202,15 +202,33 @@ class GptConfig:
         recompute: bool,
     ) -> None: ...
 
-def gpt_param_specs(config: GptConfig) -> list[dict[str, Any]]: ...
-def gpt_cost(config: GptConfig, num_samples: int, seq_len: int) -> dict[str, float]: ...
+class LlamaConfig:
+    def __init__(
+        self,
+        *,
+        layers: int,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        mlp_hidden: int,
+        vocab: int,
+        seq_len: int,
+        rope_theta: float,
+        norm_eps: float,
+        init_std: float,
+        tied: bool,
+        recompute: bool,
+    ) -> None: ...
+
+def model_param_specs(config: GptConfig | LlamaConfig) -> list[dict[str, Any]]: ...
+def model_cost(config: GptConfig | LlamaConfig, num_samples: int, seq_len: int) -> dict[str, float]: ...
 
 class Engine:
     def __init__(
         self,
         world: World,
         mesh: Mesh,
-        config: GptConfig,
+        config: GptConfig | LlamaConfig,
         *,
         global_batch: int,
         micro_batch: int,
@@ -230,6 +248,9 @@ class Engine:
         eps: float,
         momentum: float,
         weight_decay: Sequence[float],
+        trainable: Sequence[int],
+        schedule: Schedule | None,
+        split: Sequence[int],
     ) -> None: ...
     def train_step(self, data: TokenDataset, order: SampleOrder, step: int, lr: float) -> dict[str, Any]: ...
     def train_batch(self, tokens: _Ints, targets: _Ints, lr: float) -> dict[str, Any]: ...

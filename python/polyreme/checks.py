@@ -75,7 +75,7 @@ def check_timeout(what: str, value: Any) -> float:
     return check_number(what, value, high=MAX_TIMEOUT_S, above=True)
 
 
-def check_type(what: str, value: Any, kind: type, expected: str) -> None:
+def check_type(what: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
     """Refuses what is no `kind`, which `expected` names for people."""
     if not isinstance(value, kind):
         raise _refusal(what, value, expected, "", wrong_type=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from .mesh import Mesh
-from .models import GPT
+from .models import Model
 
 __all__ = ["measure_gemm_rate", "measure_peak_flops"]
 
 
 def measure_gemm_rate(
-    mesh: Mesh, model: GPT, *, micro_batch: int, repeats: int = 3
+    mesh: Mesh, model: Model, *, micro_batch: int, repeats: int = 3
 ) -> list[dict[str, float | str]]:
     """Times the model's own matrix products on this rank's device.
 
@@ -31,7 +31,7 @@ def measure_gemm_rate(
     return rows
 
 
-def measure_peak_flops(mesh: Mesh, model: GPT, *, micro_batch: int) -> float:
+def measure_peak_flops(mesh: Mesh, model: Model, *, micro_batch: int) -> float:
     """FLOP/s of all ranks together on the model's products, weighted as the model uses them.
 
     Collective: the ranks measure at the same time, as they will compute.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,62 @@ from . import _core
 from .checks import check_int, check_number, check_type
 from .errors import InvalidArgument
 
-__all__ = ["GPT"]
+__all__ = ["GPT", "Llama", "Model"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPT:
+class Model(ABC):
+    """What the families of models share. `layers` blocks of width `hidden`, trained on sequences of up to `seq_len`
+    tokens out of `vocab`."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq_len: int
+
+    @abstractmethod
+    def _config(self) -> Any: ...
+
+    @abstractmethod
+    def _linears(self) -> list[tuple[str, int, int, int]]:
+        """(name, inputs, outputs, count) of all linear layers."""
+
+    def _store(self, name: str, value: int | float) -> None:
+        object.__setattr__(self, name, value)  # as a plain int or float, whatever type came
+
+    def _check_heads(self, family: str) -> None:
+        if self.hidden % self.heads:
+            raise InvalidArgument(
+                f"{family}: hidden={self.hidden} is not divisible by heads={self.heads}; choose heads that divide"
+                " hidden"
+            )
+
+    def param_specs(self) -> list[dict[str, Any]]:
+        """Every parameter in order: name, shape, dtype, tie_group, weight_decay, cuts."""
+        return _core.model_param_specs(self._config())
+
+    def cost(self, num_samples: int = 1, seq_len: int | None = None) -> dict[str, float]:
+        """FLOPs and bytes of one micro-batch; a fused multiply-add counts 2."""
+        return _core.model_cost(self._config(), num_samples, seq_len or self.seq_len)
+
+    def flops_per_token(self) -> float:
+        """Model FLOPs of training on one token: 3 x forward, recomputation not counted."""
+        return 3 * self.cost(1)["forward_flops"] / self.seq_len
+
+    def gemm_shapes(self, num_samples: int) -> list[tuple[str, int, int, int, bool, bool, int]]:
+        """The matrix products of one micro-batch: (name, m, n, k, transpose_a, transpose_b, count)."""
+        rows = num_samples * self.seq_len
+        shapes = []
+        for name, inputs, outputs, count in self._linears():
+            shapes.append((f"{name} forward", rows, outputs, inputs, False, True, count))
+            shapes.append((f"{name} backward input", rows, inputs, outputs, False, False, count))
+            shapes.append((f"{name} backward weight", outputs, inputs, rows, True, False, count))
+        return shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT(Model):
     """The GPT-2 family: learned positions, pre-LayerNorm blocks, GELU (tanh form).
 
     layers, hidden, heads: the size; heads must divide hidden.
@@ -39,25 +91,19 @@ class GPT:
     recompute: bool = False
 
     def __post_init__(self) -> None:
-        def store(name: str, value: int | float) -> None:
-            object.__setattr__(self, name, value)  # as a plain int or float, whatever type came
-
         for name in ("layers", "hidden", "heads", "vocab", "seq_len"):
-            store(name, check_int(f"GPT: {name}", getattr(self, name), 1))
+            self._store(name, check_int(f"GPT: {name}", getattr(self, name), 1))
         if self.mlp_hidden is not None:
-            store(
+            self._store(
                 "mlp_hidden",
                 check_int("GPT: mlp_hidden", self.mlp_hidden, 1, otherwise="None for 4 * hidden"),
             )
         for name in ("tied", "recompute"):
             check_type(f"GPT: {name}", getattr(self, name), bool, "True or False")
-        if self.hidden % self.heads:
-            raise InvalidArgument(
-                f"GPT: hidden={self.hidden} is not divisible by heads={self.heads}; choose heads that divide hidden"
-            )
-        store("dropout", check_number("GPT: dropout", self.dropout, high=1.0))
-        store("layer_norm_eps", check_number("GPT: layer_norm_eps", self.layer_norm_eps, above=True))
-        store("init_std", check_number("GPT: init_std", self.init_std))
+        self._check_heads("GPT")
+        self._store("dropout", check_number("GPT: dropout", self.dropout, high=1.0))
+        self._store("layer_norm_eps", check_number("GPT: layer_norm_eps", self.layer_norm_eps, above=True))
+        self._store("init_std", check_number("GPT: init_std", self.init_std))
 
     def _config(self) -> _core.GptConfig:
         return _core.GptConfig(
@@ -74,32 +120,98 @@ class GPT:
             recompute=self.recompute,
         )
 
-    def param_specs(self) -> list[dict[str, Any]]:
-        """Every parameter in order: name, shape, dtype, tie_group, weight_decay, cuts."""
-        return _core.gpt_param_specs(self._config())
-
-    def cost(self, num_samples: int = 1, seq_len: int | None = None) -> dict[str, float]:
-        """FLOPs and bytes of one micro-batch; a fused multiply-add counts 2."""
-        return _core.gpt_cost(self._config(), num_samples, seq_len or self.seq_len)
-
-    def flops_per_token(self) -> float:
-        """Model FLOPs of training on one token: 3 x forward, recomputation not counted."""
-        return 3 * self.cost(1)["forward_flops"] / self.seq_len
-
-    def gemm_shapes(self, num_samples: int) -> list[tuple[str, int, int, int, bool, bool, int]]:
-        """The matrix products of one micro-batch: (name, m, n, k, transpose_a, transpose_b, count)."""
-        rows = num_samples * self.seq_len
+    def _linears(self) -> list[tuple[str, int, int, int]]:
         mlp = self.mlp_hidden or 4 * self.hidden
-        linears = [
+        return [
             ("qkv", self.hidden, 3 * self.hidden, self.layers),
             ("proj", self.hidden, self.hidden, self.layers),
             ("fc", self.hidden, mlp, self.layers),
             ("mlp", mlp, self.hidden, self.layers),
             ("head", self.hidden, self.vocab, 1),
         ]
-        shapes = []
-        for name, inputs, outputs, count in linears:
-            shapes.append((f"{name} forward", rows, outputs, inputs, False, True, count))
-            shapes.append((f"{name} backward input", rows, inputs, outputs, False, False, count))
-            shapes.append((f"{name} backward weight", outputs, inputs, rows, True, False, count))
-        return shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama(Model):
+    """The Llama family: rotary positions, RMSNorm before each branch, grouped-query attention, SwiGLU, no biases.
+
+    layers, hidden, heads: the size; heads must divide hidden, into heads of an even size.
+    kv_heads: heads of keys and values, each for heads / kv_heads query heads; default: heads.
+    mlp_hidden: default 8/3 * hidden, rounded up to a multiple of 64.
+    vocab: number of tokens.
+    seq_len: longest sequence, in tokens.
+    rope_theta: base of the rotary wavelengths.
+    tied: head and token embedding are one parameter.
+    recompute: keep only the input of each block for backward; less memory, a third more arithmetic,
+        the same bits.
+
+    Example:
+        >>> pr.models.Llama(layers=6, hidden=768, heads=12, kv_heads=4, vocab=32000, seq_len=1024)
+    """
+
+    layers: int = 12
+    hidden: int = 768
+    heads: int = 12
+    kv_heads: int | None = None
+    mlp_hidden: int | None = None
+    vocab: int = 32000
+    seq_len: int = 1024
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    tied: bool = False
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocab", "seq_len"):
+            self._store(name, check_int(f"Llama: {name}", getattr(self, name), 1))
+        for name, default in (("kv_heads", "None for heads"), ("mlp_hidden", "None for 8/3 * hidden")):
+            if getattr(self, name) is not None:
+                self._store(name, check_int(f"Llama: {name}", getattr(self, name), 1, otherwise=default))
+        for name in ("tied", "recompute"):
+            check_type(f"Llama: {name}", getattr(self, name), bool, "True or False")
+        self._check_heads("Llama")
+        if self.hidden // self.heads % 2:
+            raise InvalidArgument(
+                f"Llama: hidden={self.hidden} / heads={self.heads} is an odd head size; rotary positions need an even"
+                " one"
+            )
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise InvalidArgument(
+                f"Llama: heads={self.heads} is not divisible by kv_heads={self.kv_heads}; choose kv_heads that divide"
+                " heads"
+            )
+        self._store("rope_theta", check_number("Llama: rope_theta", self.rope_theta, 1.0))
+        self._store("norm_eps", check_number("Llama: norm_eps", self.norm_eps, above=True))
+        self._store("init_std", check_number("Llama: init_std", self.init_std))
+
+    @property
+    def _mlp(self) -> int:
+        return self.mlp_hidden or ((8 * self.hidden + 2) // 3 + 63) // 64 * 64
+
+    def _config(self) -> _core.LlamaConfig:
+        return _core.LlamaConfig(
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
+            mlp_hidden=self._mlp,
+            vocab=self.vocab,
+            seq_len=self.seq_len,
+            rope_theta=self.rope_theta,
+            norm_eps=self.norm_eps,
+            init_std=self.init_std,
+            tied=self.tied,
+            recompute=self.recompute,
+        )
+
+    def _linears(self) -> list[tuple[str, int, int, int]]:
+        head_dim = self.hidden // self.heads
+        qkv = (self.heads + 2 * (self.kv_heads or self.heads)) * head_dim
+        return [
+            ("qkv", self.hidden, qkv, self.layers),
+            ("proj", self.hidden, self.hidden, self.layers),
+            ("gate_up", self.hidden, 2 * self._mlp, self.layers),
+            ("down", self._mlp, self.hidden, self.layers),
+            ("head", self.hidden, self.vocab, 1),
+        ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,8 @@ from .checks import MAX_SEED, check_int, check_number, check_type
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
 from .mesh import Mesh
-from .models import GPT
+from .models import Model
+from .schedule import FixedSchedule, Schedule, ScheduleKind, one_f_one_b
 from .verification import StepRecorder
 from .world import Lanes
 from .zero import Zero
@@ -59,10 +61,13 @@ class Trainer:
 
     Args:
         model: what to train.
-        mesh: the ranks; all of them along dp in this version.
+        mesh: the ranks, along dp and pp in this version.
         optimizer: the update rule with its learning rate.
         global_batch: samples of one step, over all ranks.
         micro_batch: samples of one forward pass; changes memory and speed, not the bits.
+        schedule: the order of a pipeline's computations, of `pr.schedule`; changes memory and speed, not the bits.
+            Default with pp > 1: one_f_one_b. The layers are dealt out by cost.
+        split: instead, the number of the model's blocks in each chunk of the pipeline, such as [7, 5].
         clip_norm: limit of the gradient's 2-norm, or None.
         lanes: where sums may be cut (see Lanes); equal lanes, equal bits on every layout.
         seed: initial weights, dropout and the order of samples.
@@ -72,14 +77,23 @@ class Trainer:
             much traffic again. A `Zero` has options such as the size of buckets and hybrid sharding.
         precision: "fp32" in this version.
 
+        frozen: patterns of names (as in fnmatch) of parameters that do not learn: ["wte.*", "h.0.*"]. They have
+            neither gradient nor optimizer state, and backward ends with the first layer that learns.
+
     Raises:
-        InvalidArgument: sizes that do not fit together, naming them.
+        InvalidArgument: sizes that do not fit together, naming them; a pattern that matches nothing.
         NotAvailable: options of a later version.
+
+    Example:
+        >>> trainer = pr.Trainer(  # doctest: +SKIP
+        ...     model, pr.Mesh(world), optimizer=pr.AdamW(lr=3e-4), global_batch=64, micro_batch=4,
+        ...     lanes=pr.Lanes(dp=8), zero=pr.Zero(stage=3, prefetch=2), clip_norm=1.0,
+        ... )
     """
 
     def __init__(
         self,
-        model: GPT,
+        model: Model,
         mesh: Mesh,
         *,
         optimizer: optim.Optimizer,
@@ -90,13 +104,16 @@ class Trainer:
         seed: int = 0,
         zero: int | Zero = 0,
         precision: str = "fp32",
+        schedule: ScheduleKind | FixedSchedule | None = None,
+        split: Sequence[int] | None = None,
+        frozen: Sequence[str] = (),
     ) -> None:
-        check_type("model", model, GPT, "a polyreme.models.GPT")
+        check_type("model", model, Model, "a polyreme.models.GPT or Llama")
         check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
         for axis in mesh.order:
-            if axis != "dp" and mesh.size(axis) > 1:
+            if axis not in ("dp", "pp") and mesh.size(axis) > 1:
                 raise NotAvailable(
-                    f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp only; use"
+                    f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp and pp only; use"
                     f" pr.Mesh(world, dp={mesh.world.size})"
                 )
         check_type("optimizer", optimizer, optim.Optimizer, "a polyreme.AdamW or polyreme.SGD")
@@ -116,7 +133,9 @@ class Trainer:
         self.optimizer = optimizer
         self.global_batch = global_batch
         self.seed = seed
+        self.frozen = _matching(self.parameter_names(), frozen)
         self.peak_flops: float | None = None
+        lists = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
         self._engine = _core.Engine(
             mesh.world._core,
             mesh._core,
@@ -134,6 +153,9 @@ class Trainer:
             prefetch=zero.prefetch,
             persist_below=zero.persist_below,
             weight_decay=optimizer.decay_of(model.param_specs()),
+            schedule=lists._core if lists is not None else None,
+            split=_split(split, lists),
+            trainable=[name not in self.frozen for name in self.parameter_names()],
             **optimizer._constants(),
         )
         self.lanes = replace(lanes, dp=self._engine.lanes_dp)
@@ -311,12 +333,12 @@ class Trainer:
     def logits(self, tokens: ArrayLike) -> NDArray[np.float32]:
         """Scores [num_samples, seq_len, vocab] of this rank's own tokens, which may be none.
 
-        Collective with zero=3, where the ranks gather weights together; local otherwise.
+        Collective along pp, where all stages give the same tokens, and with zero=3, where the ranks gather weights together; local otherwise.
         """
         return self._engine.logits(_token_array(tokens, "tokens"))
 
     def parameter(self, name: str) -> NDArray[np.float32]:
-        """A copy of a parameter. Collective with zero=3."""
+        """A copy of a parameter. Collective along pp, and with zero=3."""
         return self._engine.read_param(name, "weight")
 
     def set_parameter(self, name: str, values: ArrayLike) -> None:
@@ -334,11 +356,13 @@ class Trainer:
         self._engine.write_param(name, array)
 
     def gradient(self, name: str) -> NDArray[np.float32]:
-        """The gradient of the last step, over all ranks, before clipping. Collective unless zero=0."""
+        """The gradient of the last step, over all ranks, before clipping. Collective along pp, and unless zero=0."""
         return self._engine.read_param(name, "grad")
 
     def optimizer_state(self, name: str, kind: str) -> NDArray[np.float32]:
-        """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective unless zero=0."""
+        """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective along pp, and unless
+        zero=0.
+        """
         return self._engine.read_param(name, kind)
 
     def memory(self, *, step: bool = False) -> dict[str, int]:
@@ -358,6 +382,48 @@ class Trainer:
     def parameter_names(self) -> list[str]:
         """The names of all parameters, in order."""
         return [spec["name"] for spec in self.model.param_specs()]
+
+
+def _pipeline(
+    mesh: Mesh, schedule: Any, global_batch: int, micro_batch: int, lanes_dp: int | None
+) -> Schedule | None:
+    """The schedule of a training step on this mesh; None for one stage without one."""
+    if schedule is not None:
+        kinds = (ScheduleKind, FixedSchedule)
+        check_type("schedule", schedule, kinds, "one of pr.schedule, such as pr.schedule.zb_h1(), or None")
+    stages = mesh.size("pp")
+    if schedule is None and stages == 1:
+        return None
+    lanes = lanes_dp or mesh.size("dp")
+    if global_batch % lanes or lanes % mesh.size("dp"):
+        raise InvalidArgument(
+            f"global_batch={global_batch} with lanes.dp={lanes} and dp={mesh.size('dp')}: every lane needs the same"
+            " number of samples, and every rank the same number of lanes; choose a global_batch that lanes.dp divides,"
+            " and lanes.dp a multiple of dp"
+        )
+    micro_batches = lanes // mesh.size("dp") * -(-(global_batch // lanes) // micro_batch)
+    return (schedule or one_f_one_b()).build(stages, micro_batches)
+
+
+def _split(split: Sequence[int] | None, lists: Schedule | None) -> list[int]:
+    if split is None:
+        return []
+    if lists is None:
+        raise InvalidArgument(
+            "split: there is no pipeline to split the model for; use pp > 1, or give a schedule"
+        )
+    return [check_int("split: blocks of a chunk", blocks, 0) for blocks in split]
+
+
+def _matching(names: list[str], patterns: Sequence[str]) -> frozenset[str]:
+    """The names that match a pattern, as in fnmatch."""
+    if isinstance(patterns, str):
+        raise InvalidArgument(f"frozen={patterns!r}; expected a list of patterns, such as ['wte.*']")
+    for pattern in patterns:
+        check_type("frozen", pattern, str, "patterns of names, such as 'wte.*'")
+        if not fnmatch.filter(names, pattern):
+            raise InvalidArgument(f"frozen: no parameter matches {pattern!r}; names are like {names[0]!r}")
+    return frozenset(name for name in names for pattern in patterns if fnmatch.fnmatchcase(name, pattern))
 
 
 def _token_array(values: ArrayLike, what: str) -> NDArray[np.int32]:

@@ -53,13 +53,14 @@ class StepRecorder:
     def record(self, trainer: Trainer, stats: StepStats) -> None:
         """Writes the step; after the last one ends the script with exit code 0 on every rank."""
         names = trainer.parameter_names()
+        learning = [name for name in names if name not in trainer.frozen]
         line = {
             "step": stats.step,
             "lanes": trainer.lanes.dp,
             "weights_before": self._weights_before,
             "loss": stats.loss.hex(),
             "grad_norm": stats.grad_norm.hex(),
-            "gradients": {name: _digest(trainer.gradient(name)) for name in names},
+            "gradients": {name: _digest(trainer.gradient(name)) for name in learning},
             "weights": {name: _digest(trainer.parameter(name)) for name in names},
         }
         self._file.write(json.dumps(line) + "\n")

@@ -291,3 +291,18 @@ def _size(shape):
     for dim in shape:
         result *= dim
     return result
+
+
+def test_checkpoint_json(tmp_path):
+    arguments = ["--mib", 1, "--repeats", 1, "--directory", tmp_path, "--json"]
+    done = polyreme("bench", "checkpoint", *arguments, timeout=5 * HANG_S)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result["seconds"]) == {"plain", "polyreme"}
+    assert set(result["speed_ratios"]) == {
+        "stall_over_memcpy",
+        "save_over_plain_write",
+        "load_over_plain_read",
+    }
+    assert not list(tmp_path.iterdir())
+    assert polyreme("bench", "checkpoint", "--against", "tensorflow").returncode == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import threading
 import time
 
@@ -453,3 +454,103 @@ def test_arrays_of_torch(tmp_path):
         checkpoints.load(target)
     assert torch.equal(source["w"], target["w"])
     assert torch.equal(source["i"], target["i"])
+
+
+def test_o_rs_02_o_rs_03_stages_of_any_number(tmp_path):
+    """Layers dealt out to stages, uneven ones too: names are global, so each layer finds its values."""
+
+    def stage(world, layers, value):
+        mine = range(layers * world.rank // world.size, layers * (world.rank + 1) // world.size)
+        return {
+            f"{kind}/h.{k}.w": np.full(6, value(k) + 100 * i, np.float32)
+            for k in mine
+            for i, kind in enumerate(("model", "optimizer/m"))
+        }
+
+    for layers in (5, 6):
+        for writers in (1, 2, 3):
+            folder = tmp_path / f"{layers}-{writers}"
+
+            def save(world, folder=folder, layers=layers):
+                with pr.Checkpointer(folder, world=world) as checkpoints:
+                    checkpoints.save(stage(world, layers, lambda k: k + 1), step=1)
+
+            def restore(world, folder=folder, layers=layers):
+                with pr.Checkpointer(folder, world=world) as checkpoints:
+                    state, expected = (
+                        stage(world, layers, lambda k: -1),
+                        stage(world, layers, lambda k: k + 1),
+                    )
+                    restored = checkpoints.load(state)
+                    assert (restored.missing, restored.unexpected) == ([], [])
+                    for name, array in expected.items():
+                        np.testing.assert_array_equal(state[name], array, err_msg=name)
+
+            run_ranks(writers, save)
+            for readers in (1, 2, 3, 4):
+                run_ranks(readers, restore)
+
+
+def test_f63_a_full_disk(tmp_path):
+    """A real one: a small tmpfs. What there was stays, nothing half-written does, and space helps."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", disk], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {made.stderr.decode().strip()}")
+    try:
+        with pr.Checkpointer(disk / "runs", world=alone(), keep=1) as checkpoints:
+            small, large = {"w": np.zeros(1000)}, {"w": np.zeros(100_000)}
+            checkpoints.save(small, step=1)
+            words = ["step 2", "rank 0", "ENOSPC", str(disk)]
+            refused(pr.CheckpointError, words, lambda: checkpoints.save(large, step=2))
+            assert sorted(os.listdir(disk / "runs")) == [".lock", "latest", "step-0000000001"]
+            subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
+            checkpoints.save(large, step=2)
+            assert complete_steps(disk / "runs") == [2]
+            checkpoints.load(large)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(directory=3), ["directory=3", "Path"]),
+        (dict(every=0), ["every", "at least 1", "None"]),
+        (dict(keep=0), ["keep", "at least 1"]),
+        (dict(when_busy="later"), ["when_busy='later'", "'wait' or 'skip'"]),
+        (dict(on_error=None), ["on_error=None", "'warn' or 'raise'"]),
+        (dict(timeout_s=-1), ["timeout_s"]),
+        (dict(world=3), ["world", "polyreme.World"]),
+    ],
+)
+def test_arguments(tmp_path, options, words):
+    refused(pr.InvalidArgument, words, lambda: pr.Checkpointer(**{"directory": tmp_path / "a", **options}))
+    assert not os.listdir(tmp_path)
+
+
+def test_arguments_of_calls(tmp_path):
+    unbound = pr.Checkpointer(tmp_path / "a")
+    refused(pr.InvalidArgument, ["world=world"], lambda: unbound.save({"w": np.zeros(3)}, step=1))
+    with pr.Checkpointer(tmp_path / "a", world=alone()) as checkpoints:
+        refused(pr.InvalidArgument, ["step"], lambda: checkpoints.save({"w": np.zeros(3)}))
+        refused(pr.InvalidArgument, ["a Trainer, or names to arrays"], lambda: checkpoints.save(7, step=1))
+        refused(
+            pr.InvalidArgument, ["contiguous"], lambda: checkpoints.save({"w": np.zeros((4, 4)).T}, step=1)
+        )
+        refused(
+            pr.InvalidArgument, ["complex128"], lambda: checkpoints.save({"w": np.zeros(3, complex)}, step=1)
+        )
+        checkpoints.save({"w": np.zeros(3)}, step=1)
+        read_only = np.zeros(3)
+        read_only.setflags(write=False)
+        # Told to all ranks alike, as any problem of one of them is.
+        refused(pr.CheckpointError, ["read-only"], lambda: checkpoints.load({"w": read_only}))
+        refused(
+            pr.CheckpointError,
+            ["no committed checkpoint of step 9", "[1]"],
+            lambda: checkpoints.load({"w": np.zeros(3)}, step=9),
+        )

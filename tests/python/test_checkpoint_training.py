@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 
 import polyreme as pr
 import pytest
-from helpers import TINY, alone, clean_environment, fingerprint, python_corpus, refused
+from helpers import TINY, alone, clean_environment, python_corpus, refused
 from polyreme.checkpoint import CheckpointFiles, complete_steps
 from polyreme.testing import run_ranks
 
@@ -26,11 +27,22 @@ def trainer_of(world, **options):
     options.setdefault("model", MODEL)
     options.setdefault("lanes", pr.Lanes(dp=8))
     model = pr.models.GPT(**options.pop("model"))
-    return pr.Trainer(model, pr.Mesh(world), global_batch=BATCH, clip_norm=1.0, **options)
+    mesh = pr.Mesh(world, pp=options.pop("pp", 1))
+    return pr.Trainer(model, mesh, global_batch=BATCH, clip_norm=1.0, **options)
 
 
 def dataset(tmp_path_factory):
     return python_corpus(tmp_path_factory.getbasetemp())
+
+
+def bits_of(trainer):
+    """A hash of all weights and state; frozen parameters have none."""
+    digest = hashlib.sha256()
+    for name in trainer.parameter_names():
+        digest.update(trainer.parameter(name).tobytes())
+        for kind in ("exp_avg", "exp_avg_sq") if name not in trainer.frozen else ():
+            digest.update(trainer.optimizer_state(name, kind).tobytes())
+    return digest.hexdigest()
 
 
 def train(folder, corpus, ranks, steps, *, every=None, resume=False, **options):
@@ -45,7 +57,7 @@ def train(folder, corpus, ranks, steps, *, every=None, resume=False, **options):
                 trainer.resume(checkpoints, must_exist=True)
             for stats in trainer.fit(data, steps=steps, checkpoints=checkpoints):
                 history.append((stats.step, stats.loss.hex(), stats.grad_norm.hex(), stats.lr))
-        return history, fingerprint(trainer)
+        return history, bits_of(trainer)
 
     results = run_ranks(ranks, body)
     assert all(result == results[0] for result in results)
@@ -81,6 +93,32 @@ def test_o_rs_05_o_dl_07_stopped_and_resumed_elsewhere(whole_run, tmp_path, firs
     parameters = sum(t.num_elements for n, t in files.manifest.tensors.items() if n.startswith("model/"))
     assert elements == 2 * parameters
     assert sum(f.data_bytes for f in files.files) == 4 * (elements + parameters)
+
+
+UNTIED = {**MODEL, "layers": 3, "tied": False}
+
+
+@pytest.mark.parametrize(
+    "first, second, frozen",
+    [
+        ((2, 2, 0), (1, 1, 0), ()),
+        ((1, 1, 0), (4, 2, 1), ()),
+        ((2, 2, 0), (3, 3, 0), ()),
+        ((4, 2, 2), (2, 1, 3), ()),
+        ((2, 1, 1), (4, 1, 3), ("wte.*", "h.0.*")),
+    ],
+)
+def test_o_rs_02_o_rs_03_pipelines_and_frozen_parameters(whole_run, tmp_path, first, second, frozen):
+    """Stages of any number: (ranks, pp, zero)."""
+    options = dict(model=UNTIED, frozen=frozen)
+    _, corpus = whole_run
+    history, bits = train(tmp_path / "whole", corpus, 1, 4, **options)
+    head, _ = train(tmp_path / "run", corpus, first[0], 2, pp=first[1], zero=first[2], **options)
+    tail, resumed = train(
+        tmp_path / "run", corpus, second[0], 4, resume=True, pp=second[1], zero=second[2], **options
+    )
+    assert head + tail == history
+    assert resumed == bits
 
 
 def test_o_dl_03_saved_again_right_after_a_resume(whole_run, tmp_path):

@@ -6,14 +6,15 @@ import numpy as np
 import polyreme as pr
 import pytest
 import reference
-from helpers import batches, make_trainer
+from helpers import batches, make_trainer, refused
 from polyreme.testing import run_ranks
 from reference import torch
 
 MODELS = {
-    "tied": dict(layers=2, hidden=48, heads=3, vocab=97, seq_len=33),
-    "untied": dict(layers=2, hidden=48, heads=4, vocab=101, seq_len=32, tied=False),
-    "one_head_recompute": dict(layers=3, hidden=64, heads=1, vocab=64, seq_len=65, recompute=True),
+    "tied": pr.models.GPT(layers=2, hidden=48, heads=3, vocab=97, seq_len=33),
+    "untied": pr.models.GPT(layers=2, hidden=48, heads=4, vocab=101, seq_len=32, tied=False),
+    "one_head_recompute": pr.models.GPT(layers=3, hidden=64, heads=1, vocab=64, seq_len=65, recompute=True),
+    "llama": pr.models.Llama(layers=2, hidden=48, heads=4, kv_heads=2, vocab=97, seq_len=33),
 }
 
 
@@ -73,7 +74,7 @@ def errors_of_a_run(world, model, seed):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_gradients_and_ten_steps_against_float64(name):
-    model = pr.models.GPT(**MODELS[name])
+    model = MODELS[name]
     runs = [
         run_ranks(1, lambda world, seed=seed: errors_of_a_run(world, model, seed))[0]
         for seed in range(NUM_RUNS)
@@ -83,8 +84,9 @@ def test_loss_gradients_and_ten_steps_against_float64(name):
         assert ours <= 2 * max(theirs, ROUNDING), f"{what}: {ours:.3g} against PyTorch's {theirs:.3g}"
 
 
-def test_logits_against_float64():
-    model = pr.models.GPT(**MODELS["tied"])
+@pytest.mark.parametrize("name", ["tied", "llama"])
+def test_logits_against_float64(name):
+    model = MODELS[name]
 
     def run(world):
         trainer = make_trainer(world, model, global_batch=1)
@@ -97,7 +99,7 @@ def test_logits_against_float64():
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_against_float64(momentum):
-    model = pr.models.GPT(**MODELS["tied"])
+    model = MODELS["tied"]
     data = batches(4, 4, model)
 
     def run(world):
@@ -116,7 +118,7 @@ def test_sgd_against_float64(momentum):
 
 
 def test_clipping_scales_the_gradient_to_the_limit():
-    model = pr.models.GPT(**MODELS["tied"])
+    model = MODELS["tied"]
     tokens, targets = batches(1, 4, model)[0]
 
     def run(world):
@@ -137,3 +139,25 @@ def test_clipping_scales_the_gradient_to_the_limit():
         assert norm == pytest.approx(exact, rel=1e-12)
 
     run_ranks(1, run)
+
+
+def test_llama_refuses_what_does_not_fit():
+    sizes = dict(layers=1, hidden=48, heads=4, vocab=11, seq_len=8)
+    for words, change in (
+        (["heads=4", "kv_heads=3"], dict(kv_heads=3)),
+        (["hidden=48", "heads=5"], dict(heads=5)),
+        (["odd head size"], dict(heads=16)),
+        (["rope_theta"], dict(rope_theta=0.5)),
+        (["mlp_hidden"], dict(mlp_hidden=0)),
+    ):
+        refused(
+            pr.errors.InvalidArgument, words, lambda change=change: pr.models.Llama(**{**sizes, **change})
+        )
+    assert pr.models.Llama(hidden=768).param_specs()[5]["shape"] == (2 * 2048, 768)
+
+
+def test_gemm_shapes_are_all_of_the_arithmetic_but_attention():
+    for model in MODELS.values():
+        products = sum(2 * m * n * k * count for _, m, n, k, _, _, count in model.gemm_shapes(3))
+        attention = 2 * 2 * model.layers * 3 * (model.seq_len * (model.seq_len + 1) // 2) * model.hidden
+        assert products == 3 * (model.cost(3)["forward_flops"] - attention)

@@ -43,6 +43,14 @@ def test_ranks_micro_batches_and_zero(dp, lanes, micro_batch, zero):
     assert many(dp, lanes, micro_batch=micro_batch, zero=zero) == one_rank(lanes)
 
 
+def test_llama():
+    model = pr.models.Llama(layers=2, hidden=32, heads=4, kv_heads=2, vocab=61, seq_len=24)
+    options = dict(lanes=pr.Lanes(dp=4), clip_norm=0.5)
+    one = run_ranks(1, lambda world: train(world, DATA, model, **options))[0]
+    assert many(2, 4, model=model, micro_batch=3, zero=1) == one
+    assert many(4, 4, model=model, executor="deferred", num_threads=2) == one
+
+
 def test_lanes_do_change_the_bits():
     assert one_rank(1)[1] != one_rank(8)[1]
 

@@ -15,7 +15,7 @@ from .. import _core
 from ..checks import MAX_THREADS, check_int
 from ..environment import RankEnvironment
 from ..errors import InvalidArgument, NotAvailable
-from ..models import GPT
+from ..models import Model
 from ..world import init
 
 __all__ = ["RIVALS", "bench_gemm", "render_gemm"]
@@ -77,7 +77,7 @@ def _seconds(function: Callable[[], None]) -> float:
 
 
 def bench_gemm(
-    model: GPT, *, batch: int, threads: int, isa: str, repeats: int, against: list[str]
+    model: Model, *, batch: int, threads: int, isa: str, repeats: int, against: list[str]
 ) -> dict[str, Any]:
     """Times every product of one micro-batch, interleaved with the rivals; medians of `repeats`.
 

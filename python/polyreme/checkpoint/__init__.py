@@ -18,6 +18,7 @@ from .arrays import ArrayPart
 from .checkpointer import Checkpointer, CheckpointStats, Restored
 from .convert import export_safetensors
 from .directory import complete_steps, latest_step
+from .hf import export_hf, import_hf, read_hf
 from .loader import CheckpointFiles
 from .manifest import Manifest, read_manifest
 
@@ -29,7 +30,10 @@ __all__ = [
     "Manifest",
     "Restored",
     "complete_steps",
+    "export_hf",
     "export_safetensors",
+    "import_hf",
     "latest_step",
+    "read_hf",
     "read_manifest",
 ]

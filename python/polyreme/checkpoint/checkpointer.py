@@ -22,7 +22,7 @@ from ..errors import CheckpointCorrupt, CheckpointError, Error, InvalidArgument
 from ..world import World
 from . import directory as names
 from .arrays import ArrayState
-from .layout import Planner, State, check_names, join_errors, names_everywhere, require_agreement
+from .layout import Planner, State, check_names, gather, join_errors, names_everywhere, require_agreement
 from .loader import CheckpointFiles, Match, match_tensors
 from .manifest import ITEM_BYTES, encode_json
 from .saver import SaveJob, Staging
@@ -381,6 +381,12 @@ class Checkpointer:
         else:
             steps = [check_int("load: step", step, 0, names.MAX_STEP)]
         facts = {"steps": steps, "error": ""}
+        if (
+            core.rank == 0
+            and step is not None
+            and step not in (there := names.complete_steps(self.directory))
+        ):
+            facts["error"] = f"there is no committed checkpoint of step {step}; there are {there[-8:]}"
         steps = require_agreement(core, f"load from '{self.directory}'", facts)[0]["steps"]
         for i, candidate in enumerate(steps):
             try:
@@ -422,15 +428,13 @@ class Checkpointer:
                     f"'{files.path}' does not fit: {'; '.join([complaint, *problems] if complaint else problems)}"
                 )
             pieces = [(i, begin, end) for i in indices for begin, end in held[i].pieces]
-            data = np.empty(
-                sum((end - begin) * ITEM_BYTES[held[i].dtype] for i, begin, end in pieces),
-                np.uint8,
-            )
+            size = sum((end - begin) * ITEM_BYTES[held[i].dtype] for i, begin, end in pieces)
+            data = self._staging.memory(size)
             files.read([(held[i].name, begin, end) for i, begin, end in pieces], data)
         except Exception as error:  # told to all ranks, whatever it is
             facts["error"] = str(error) if isinstance(error, Error) else repr(error)
             facts["corrupt"] = isinstance(error, CheckpointCorrupt)
-        texts = core.all_gather_bytes(_encode(facts), f"load of step {step}")
+        texts = gather(core, _encode(facts), f"load of step {step}")
         everybody = [_decode(text) for text in texts]
         errors = {rank: f["error"] for rank, f in enumerate(everybody) if f["error"]}
         if errors or manifest is None:
@@ -453,7 +457,7 @@ class Checkpointer:
         signals = 0
         if self._use_signals:
             own = sum(1 << _SIGNALS.index(signal.Signals(n)) for n in self._signalled)
-            for text in core.all_gather_bytes(bytes([own]), "checkpoints: signals"):
+            for text in gather(core, bytes([own]), "checkpoints: signals"):
                 signals |= text[0]
         self._signalled.clear()
         if last or signals or (self.every is not None and step % self.every == 0):

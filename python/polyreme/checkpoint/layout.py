@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..errors import CheckpointError, InvalidArgument
+from ..errors import CheckpointError, CommError, InvalidArgument
 from .manifest import ITEM_BYTES, TensorRecord
 
 __all__ = ["HeldTensor", "State", "WritePlan", "agree_on_plan"]
@@ -201,7 +201,7 @@ def names_everywhere(world: _core.World, own: Sequence[str]) -> set[str]:
     """The names that any rank holds. Collective."""
     text = json.dumps(list(own)).encode()
     digest = hashlib.sha256(text).hexdigest()
-    digests = [d.decode() for d in world.all_gather_bytes(digest.encode(), "checkpoint load: names")]
+    digests = [d.decode() for d in gather(world, digest.encode(), "checkpoint load: names")]
     texts, _ = _exchange(world, text, digests)
     return {name for part in texts for name in json.loads(part)}
 
@@ -210,9 +210,17 @@ def _exchange(world: _core.World, own: bytes, digests: list[str]) -> tuple[list[
     """The distinct texts, in order of the first rank that has each, and which of them every rank has."""
     distinct = list(dict.fromkeys(digests))
     sends = digests.index(digests[world.rank]) == world.rank
-    gathered = world.all_gather_bytes(own if sends else b"", "checkpoint: layout")
+    gathered = gather(world, own if sends else b"", "checkpoint: layout")
     texts = [gathered[digests.index(d)] for d in distinct]
     return texts, [distinct.index(d) for d in digests]
+
+
+def gather(world: _core.World, data: bytes, what: str) -> list[bytes]:
+    """Every rank's bytes, by rank. Collective; errors between ranks say `what` was to be done."""
+    try:
+        return world.all_gather_bytes(data, what)
+    except CommError as error:
+        raise type(error)(f"{what}: {error}") from None
 
 
 def require_agreement(world: _core.World, what: str, facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -221,7 +229,7 @@ def require_agreement(world: _core.World, what: str, facts: dict[str, Any]) -> l
     Raises:
         CheckpointError: on all ranks, if any has an "error"; names ranks and texts.
     """
-    all_facts = [json.loads(text) for text in world.all_gather_bytes(json.dumps(facts).encode(), what)]
+    all_facts = [json.loads(text) for text in gather(world, json.dumps(facts).encode(), what)]
     errors = {rank: f["error"] for rank, f in enumerate(all_facts) if f.get("error")}
     if errors:
         raise CheckpointError(f"{what}: {join_errors(errors)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ from .manifest import ITEM_BYTES, SHARD_DTYPES, Manifest, TensorRecord, read_man
 __all__ = ["CheckpointFiles", "Match", "match_tensors"]
 
 _NUM_THREADS = 4
+_PORTION_BYTES = 32 << 20  # of one thread at a time; a multiple of the blocks that are checked
 
 
 @dataclass
@@ -111,8 +112,9 @@ class CheckpointFiles:
                 at += size
                 begin = stop
                 i += 1
+        tasks = [(file, part) for file in sorted(rows) for part in _portions(rows[file])]
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            list(pool.map(lambda f: self.files[f].read(np.array(rows[f], dtype=np.int64), to), sorted(rows)))
+            list(pool.map(lambda task: self.files[task[0]].read(task[1], to), tasks))
         return at
 
     def read_tensor(self, name: str) -> NDArray[np.uint8]:
@@ -129,6 +131,22 @@ class CheckpointFiles:
             total += record.num_bytes
             self.read_tensor(name)
         return total
+
+
+def _portions(rows: list[tuple[int, int, int]]) -> Iterator[NDArray[np.int64]]:
+    """Reads (begin, bytes, place) of a file, cut into portions for threads; large ones at borders of blocks."""
+    portion: list[tuple[int, int, int]] = []
+    size = 0
+    for begin, count, place in sorted(rows):
+        while count > 0:
+            take = min(count, _PORTION_BYTES - begin % _PORTION_BYTES)
+            portion.append((begin, take, place))
+            begin, count, place, size = begin + take, count - take, place + take, size + take
+            if size >= _PORTION_BYTES:
+                yield np.array(portion, dtype=np.int64)
+                portion, size = [], 0
+    if portion:
+        yield np.array(portion, dtype=np.int64)
 
 
 @dataclass

@@ -65,12 +65,15 @@ class Staging:
         """Copies what this rank writes; returns the files that are to be written."""
         if plan is not self._plan:
             self._arrange(plan, held, rank)
-        size = self._shards[-1].end if self._shards else 0
-        if self._memory.size < size:
-            self._memory = np.empty(0, np.uint8)  # before the new one is there
-            self._memory = np.empty(size, np.uint8)
-        state.read(self._pieces, self._memory[:size])
+        state.read(self._pieces, self.memory(self._shards[-1].end if self._shards else 0))
         return self._shards
+
+    def memory(self, num_bytes: int) -> NDArray[np.uint8]:
+        """So much of it, for a load too: memory that was used before is there at once."""
+        if self._memory.size < num_bytes:
+            self._memory = np.empty(0, np.uint8)  # before the new one is there
+            self._memory = np.empty(num_bytes, np.uint8)
+        return self._memory[:num_bytes]
 
     def bytes_of(self, shard: Shard) -> NDArray[np.uint8]:
         """The data of a file."""

@@ -32,6 +32,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     comm.add_argument("--against", default="", metavar="LIST", help="gloo (through PyTorch), mpi (Open MPI)")
     comm.add_argument("--json", action="store_true", help="print the result as JSON")
+    checkpoint = kinds.add_parser("checkpoint", help="saving and loading on a disk, of one rank")
+    checkpoint.add_argument("--mib", type=int, default=1024, metavar="N", help="of state (default 1024)")
+    checkpoint.add_argument("--repeats", type=int, default=5, metavar="N", help="turns of each (default 5)")
+    checkpoint.add_argument(
+        "--directory", metavar="DIR", help="on the disk to measure (default: of temporary files)"
+    )
+    checkpoint.add_argument(
+        "--against", default="", metavar="LIST", help="torch, dcp (torch.distributed.checkpoint)"
+    )
+    checkpoint.add_argument(
+        "--train", action="store_true", help="also what saves cost a training (4 layers x 256, vocab 8192)"
+    )
+    checkpoint.add_argument("--json", action="store_true", help="print the result as JSON")
     scaling = bench_scaling.add_parser(kinds)
     for each in (gemm, step, scaling):
         size = each.add_argument_group("model")
@@ -87,7 +100,9 @@ def run(args: argparse.Namespace) -> int:
         if args.kind == "scaling":
             return bench_scaling.run(args, _gpt(args))
         with signals_raise():
-            result, lines = {"comm": _comm, "gemm": _gemm, "step": _step}[args.kind](args)
+            result, lines = {"checkpoint": _checkpoint, "comm": _comm, "gemm": _gemm, "step": _step}[
+                args.kind
+            ](args)
     except (InvalidArgument, LaunchError) as error:  # of what the command line says
         raise UsageError(str(error)) from error
     print(json.dumps(result, indent=2) if args.json else "\n".join(lines))
@@ -115,6 +130,19 @@ def _comm(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         raise UsageError(f"--sizes {args.sizes}: expected bytes, such as 4,1048576") from None
     result = bench_comm(ranks=args.ranks, sizes=sizes, repeats=args.repeats, against=_names(args.against))
     return result, render_comm(result)
+
+
+def _checkpoint(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from polyreme.bench.checkpoint import bench_checkpoint, bench_training, render_checkpoint
+    from polyreme.models import GPT
+
+    result = bench_checkpoint(
+        num_bytes=args.mib << 20, repeats=args.repeats, directory=args.directory, against=_names(args.against)
+    )
+    if args.train:
+        model = GPT(layers=4, hidden=256, heads=4, vocab=8192, seq_len=256)
+        result["training"] = bench_training(model, repeats=args.repeats, directory=args.directory)
+    return result, render_checkpoint(result)
 
 
 def _gemm(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:

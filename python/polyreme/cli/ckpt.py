@@ -9,6 +9,7 @@ from typing import Any
 
 from polyreme.checkpoint.convert import compare, export_safetensors
 from polyreme.checkpoint.directory import complete_steps, latest_step, resolve, step_name
+from polyreme.checkpoint.hf import export_hf, import_hf
 from polyreme.checkpoint.loader import CheckpointFiles
 from polyreme.checkpoint.manifest import read_manifest
 from polyreme.errors import CheckpointError, InvalidArgument
@@ -33,9 +34,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("verify", "read everything and check all checksums", "CHECKPOINT")
     add("diff", "compare two checkpoints bit by bit; exit code 1 if they differ", "CHECKPOINT", "OTHER")
     export = add("export", "write the weights as whole tensors", "CHECKPOINT")
-    export.add_argument("--to", choices=["safetensors"], required=True, help="format")
-    export.add_argument("--out", required=True, metavar="FILE", help="file to write; must not exist")
+    export.add_argument(
+        "--to", choices=["safetensors", "hf"], required=True, help="a file, or a folder for transformers"
+    )
+    export.add_argument("--out", required=True, metavar="PATH", help="what to write; must not exist")
     export.add_argument("--all", action="store_true", help="optimizer state and other tensors too")
+    source = add("import", "make a checkpoint of the weights of others", "FOLDER")
+    source.add_argument("--from", dest="source", choices=["hf"], required=True, help="format")
+    source.add_argument("--out", required=True, metavar="DIRECTORY", help="of the checkpoints")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,9 +123,30 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     files = CheckpointFiles(*resolve(args.checkpoint))
+    if args.to == "hf":
+        written = export_hf(files, args.out)
+        _show(args, {"folder": args.out, "files": written}, f"{args.out}: {', '.join(written)}")
+        return 0
     exported = export_safetensors(files, args.out, everything=args.all)
     _show(args, {"file": args.out, "tensors": exported}, f"{args.out}: {len(exported)} tensors")
     return 0
 
 
-_ACTIONS = {"list": _list, "inspect": _inspect, "verify": _verify, "diff": _diff, "export": _export}
+def _import(args: argparse.Namespace) -> int:
+    model = import_hf(args.folder, args.out)
+    _show(
+        args,
+        {"directory": args.out, "step": 0, "model": repr(model)},
+        f"{args.out}: step 0 of pr.models.{model!r}",
+    )
+    return 0
+
+
+_ACTIONS = {
+    "list": _list,
+    "inspect": _inspect,
+    "verify": _verify,
+    "diff": _diff,
+    "export": _export,
+    "import": _import,
+}

@@ -67,6 +67,53 @@ inline Values attention(const Values& qkv, size_t seq, size_t heads, size_t head
   return out;
 }
 
+inline Values rms_norm(const Values& x, const Values& gamma, double eps) {
+  const size_t cols = gamma.size();
+  Values y(x.size());
+  for (size_t first = 0; first < x.size(); first += cols) {
+    double square = 0;
+    for (size_t i = 0; i < cols; ++i) square += x[first + i] * x[first + i] / static_cast<double>(cols);
+    for (size_t i = 0; i < cols; ++i) y[first + i] = x[first + i] / std::sqrt(square + eps) * gamma[i];
+  }
+  return y;
+}
+
+// Rows of gate | up, `cols` each.
+inline Values swiglu(const Values& x, size_t cols) {
+  Values y(x.size() / 2);
+  for (size_t i = 0; i < y.size(); ++i) {
+    const size_t row = i / cols, col = i % cols;
+    const double gate = x[row * 2 * cols + col], up = x[(row * 2 + 1) * cols + col];
+    y[i] = gate / (1 + std::exp(-gate)) * up;
+  }
+  return y;
+}
+
+// qkv[samples, seq, kv_heads, group + 2, head_dim] (for each k and v head its query heads, k, v), with rotary
+// positions on q and k, to [samples, seq, kv_heads * group, head_dim].
+inline Values grouped_attention(const Values& qkv, size_t seq, size_t kv_heads, size_t group, size_t head_dim,
+                                double theta) {
+  const size_t rows = qkv.size() / (kv_heads * (group + 2) * head_dim), heads = kv_heads * group;
+  const size_t half = head_dim / 2;
+  Values equal(rows * 3 * heads * head_dim);  // as `attention` takes it, k and v repeated
+  for (size_t row = 0; row < rows; ++row)
+    for (size_t head = 0; head < heads; ++head)
+      for (size_t which = 0; which < 3; ++which) {
+        const size_t slot = which == 0 ? head % group : group + which - 1;
+        const double* from = &qkv[((row * kv_heads + head / group) * (group + 2) + slot) * head_dim];
+        double* to = &equal[((row * 3 + which) * heads + head) * head_dim];
+        for (size_t i = 0; i < half; ++i) {
+          const double angle =
+              which == 2 ? 0
+                         : static_cast<double>(row % seq) *
+                               std::pow(theta, -2.0 * static_cast<double>(i) / static_cast<double>(head_dim));
+          to[i] = from[i] * std::cos(angle) - from[half + i] * std::sin(angle);
+          to[half + i] = from[half + i] * std::cos(angle) + from[i] * std::sin(angle);
+        }
+      }
+  return attention(equal, seq, heads, head_dim);
+}
+
 inline Values gelu(const Values& x) {
   Values y(x.size());
   const double c = std::sqrt(2 / std::numbers::pi);
@@ -86,12 +133,14 @@ inline Values dropout(const Values& x, double p, const RandomKey& key, uint64_t 
   return y;
 }
 
+// Empty `positions` are none.
 inline Values embedding(const std::vector<int32_t>& tokens, const Values& table, const Values& positions,
                         size_t seq, size_t cols) {
   Values y(tokens.size() * cols);
   for (size_t i = 0; i < y.size(); ++i) {
     const size_t row = i / cols, col = i % cols;
-    y[i] = table[static_cast<size_t>(tokens[row]) * cols + col] + positions[row % seq * cols + col];
+    y[i] = table[static_cast<size_t>(tokens[row]) * cols + col];
+    if (!positions.empty()) y[i] += positions[row % seq * cols + col];
   }
   return y;
 }

@@ -121,6 +121,25 @@ TEST(GpuOps, LayerNorm) {
   });
 }
 
+TEST(GpuOps, RmsNormAndSwiglu) {
+  expect_same_bits([](OneDevice& run) {
+    for (const int64_t cols : {7, 40, 130}) {
+      const Tensor x = run.any({6, cols}), y = run.any({6, cols}), gamma = run.any({cols}),
+                   rstd = run.f32({6});
+      rms_norm_forward(run.stream(), x, gamma, 1e-5F, y, rstd);
+      for (const Tensor& result : {y, rstd}) run.keep(result);
+      const Tensor dgamma = run.f32({cols}), dx = run.any({6, cols});
+      rms_norm_backward_weight(run.stream(), y, x, rstd, dgamma);
+      rms_norm_backward_input(run.stream(), y, x, gamma, rstd, dx);
+      for (const Tensor& result : {dgamma, dx}) run.keep(result);
+      const Tensor gates = run.any({6, 2 * cols}), gradients = run.any({6, 2 * cols});
+      swiglu_forward(run.stream(), gates, y);
+      swiglu_backward(run.stream(), gates, dx, gradients);
+      for (const Tensor& result : {y, gradients}) run.keep(result);
+    }
+  });
+}
+
 TEST(GpuOps, GemmAndAttention) {
   expect_same_bits([](OneDevice& run) {
     const Tensor a = run.any({9, 20}), b = run.any({33, 20}), bias = run.any({33}), c = run.any({9, 33}),

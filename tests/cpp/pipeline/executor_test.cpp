@@ -90,7 +90,7 @@ TEST(Executor, EveryKindHasTheBitsOfTheUnsplitChain) {
 
 TEST(Executor, OneThingAfterTheOther) {
   for_schedules([](const Schedule& schedule) {
-    EXPECT_EQ(run(schedule, kImmediate, {.overlap = false, .receive_ahead = false}), all_ok(schedule));
+    EXPECT_EQ(run(schedule, kImmediate, {.overlap = false}), all_ok(schedule));
   });
 }
 
@@ -109,7 +109,7 @@ TEST(Executor, HoldsWhatTheSchedulePredicts) {
       const auto start = device.memory().in_use_bytes;
       int64_t live = 0, peak = 0;
       {
-        Executor executor(schedule, group, *stream, {.overlap = false, .receive_ahead = false});
+        Executor executor(schedule, group, *stream, {.overlap = false});
         ToyRunner runner(*stream, schedule);
         runner.counted_memory = [&](int micro_batch) {
           auto* memory = new float[kTensorBytes / sizeof(float)];
@@ -134,9 +134,8 @@ TEST(Executor, HoldsWhatTheSchedulePredicts) {
 // Streams in random order, fresh memory poisoned: a wait that is missing is an error.
 TEST(Executor, OnTheDeferredDevice) {
   uint64_t seed = 0;
-  for_schedules([&](const Schedule& schedule) {
-    EXPECT_EQ(run(schedule, deferred(++seed), {.receive_ahead = false}), all_ok(schedule));
-  });
+  for_schedules(
+      [&](const Schedule& schedule) { EXPECT_EQ(run(schedule, deferred(++seed), {}), all_ok(schedule)); });
 }
 
 TEST(Executor, WithRandomDelaysAndAgain) {
@@ -161,7 +160,7 @@ TEST(Executor, ForwardOnly) {
         const Schedule schedule = generate_forward_only(
             place_chunks(kind, stages, kind == kOneForwardOneBackward ? 1 : 2), micro_batches);
         EXPECT_EQ(run(schedule, kImmediate, {}), all_ok(schedule));
-        EXPECT_EQ(run(schedule, deferred(3), {.receive_ahead = false}), all_ok(schedule));
+        EXPECT_EQ(run(schedule, deferred(3), {}), all_ok(schedule));
       }
 }
 
@@ -174,7 +173,7 @@ TEST(Executor, AListOfTheUser) {
                               "1: F0@0 F1@0 F0@2 F2@0 I0@2 F1@2 I1@2 F2@2 I2@2 "
                               "W0@2 B0@0 W1@2 W2@2 B1@0 B2@0\n"));
   EXPECT_EQ(run(schedule, kImmediate, {}), all_ok(schedule));
-  EXPECT_EQ(run(schedule, deferred(5), {.receive_ahead = false}), all_ok(schedule));
+  EXPECT_EQ(run(schedule, deferred(5), {}), all_ok(schedule));
 }
 
 // ---- What goes wrong ----
@@ -191,8 +190,7 @@ TEST(Executor, ARankThatFailsIsNamedOnAll) {
       };
       ToyHooks hooks;
       (in_operation ? hooks.in_operation : hooks.at_call) = boom;
-      const Outcomes outcomes =
-          run(schedule, is_deferred ? deferred(7) : kImmediate, {.receive_ahead = !is_deferred}, hooks);
+      const Outcomes outcomes = run(schedule, is_deferred ? deferred(7) : kImmediate, {}, hooks);
       expect_parts(outcome(outcomes, 2), {"DeviceError: ", "boom"});
       if (!in_operation)
         expect_parts(outcome(outcomes, 2), {"pipeline stage 2 of 4: forward, chunk 2, micro-batch 3: boom"});
@@ -232,7 +230,6 @@ TEST(Executor, RefusesWhatCannotRun) {
   };
   expect_parts(refusal(generate({kGPipe, 2, 2})), {"for 2 stages", "pp axis has 1 ranks", "stages=1"});
   expect_parts(refusal(generate_compute({kGPipe, 2, 2})), {"schedule: rank"});
-  expect_parts(refusal(generate({kGPipe, 1, 2}), {.overlap = false}), {"receive_ahead needs overlap"});
 }
 
 // ---- The order of issue ----

@@ -24,6 +24,8 @@ struct AttentionForwardHead {
   int64_t head_dim;
   float scale;  // of the scores: 1 / sqrt(head_dim)
 };
+// `group` query heads that share k and v, one after the other: head_dim elements apart in q, out, dout and
+// dq, seq apart in log_sum_exp. Their shares of dk and dv are added in ascending order of heads.
 struct AttentionBackwardHead {
   Element type;  // of all but log_sum_exp
   const void* q;
@@ -39,6 +41,7 @@ struct AttentionBackwardHead {
   int64_t out_stride;
   int64_t seq;
   int64_t head_dim;
+  int64_t group;
   float scale;
 };
 

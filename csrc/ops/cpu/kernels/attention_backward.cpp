@@ -60,11 +60,15 @@ void compute_score_gradients(const BackwardScratch& s, const float* k, const flo
 }
 
 template <typename T>
-void backward_block(const AttentionBackwardHead& h, const BackwardScratch& s, int64_t first_query) {
+void backward_block(const AttentionBackwardHead& h, const BackwardScratch& s, int64_t head,
+                    int64_t first_query) {
   const int64_t width = padded(h.head_dim);
   const int64_t left = h.seq - first_query;
   const int num_queries = left < kBlock ? static_cast<int>(left) : kBlock;
-  const int64_t first_qkv = first_query * h.qkv_stride, first_out = first_query * h.out_stride;
+  const int64_t column = head * h.head_dim;
+  const int64_t first_qkv = first_query * h.qkv_stride + column;
+  const int64_t first_out = first_query * h.out_stride + column;
+  const float* log_sum_exp = h.log_sum_exp + head * h.seq + first_query;
   pack_rows(static_cast<const T*>(h.q) + first_qkv, h.qkv_stride, num_queries, kBlock, h.head_dim, s.q);
   pack_rows(static_cast<const T*>(h.dout) + first_out, h.out_stride, num_queries, kBlock, h.head_dim, s.dout);
   pack_rows(static_cast<const T*>(h.out) + first_out, h.out_stride, num_queries, kBlock, h.head_dim, s.dq);
@@ -75,7 +79,7 @@ void backward_block(const AttentionBackwardHead& h, const BackwardScratch& s, in
     for (int64_t c = 0; c < width; c += kLanes)
       sum = fma(load_aligned(s.dq + q * width + c), load_aligned(s.dout + q * width + c), sum);
     s.row_dot[q] = reduce_sum(sum);
-    s.log_sum_exp[q] = q < num_queries ? h.log_sum_exp[first_query + q] : 0.0f;
+    s.log_sum_exp[q] = q < num_queries ? log_sum_exp[q] : 0.0f;
   }
   clear_floats(s.dq, kBlock * width);
   for (int64_t key = 0; key <= first_query; key += kBlock) {
@@ -119,7 +123,8 @@ void attention_backward_head(const AttentionBackwardHead* head, float* scratch) 
     using T = decltype(t);
     pack_rows(static_cast<const T*>(h.k), h.qkv_stride, h.seq, h.seq, h.head_dim, s.k);
     pack_rows(static_cast<const T*>(h.v), h.qkv_stride, h.seq, h.seq, h.head_dim, s.v);
-    for (int64_t query = 0; query < h.seq; query += kBlock) backward_block<T>(h, s, query);
+    for (int64_t head_of_group = 0; head_of_group < h.group; ++head_of_group)
+      for (int64_t query = 0; query < h.seq; query += kBlock) backward_block<T>(h, s, head_of_group, query);
     unpack_rows(s.dk, h.seq, h.head_dim, h.scale, static_cast<T*>(h.dk), h.qkv_stride);
     unpack_rows(s.dv, h.seq, h.head_dim, 1.0f, static_cast<T*>(h.dv), h.qkv_stride);
   });

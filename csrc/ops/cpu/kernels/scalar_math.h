@@ -1,4 +1,4 @@
-// log, sine and cosine in double from written-out IEEE operations: their bits do not depend on the
+// log, exp, sine and cosine in double from written-out IEEE operations: their bits do not depend on the
 // machine's libm. Error below 2e-16 relative or absolute, far inside what rounding to fp32 keeps.
 // Branch-free, so that the compiler may vectorise loops over them.
 #pragma once
@@ -31,6 +31,33 @@ POLYREME_INLINE double log_double(double x) {
   p = p * z + 1.0 / 3;
   const double twice = s + s;
   return static_cast<double>(static_cast<int32_t>(e)) * 0.6931471805599453 + (twice + twice * (p * z));
+}
+
+// For |x| < 700. x = n ln 2 + r with |r| <= ln 2 / 2, ln 2 in two parts; exp(r) by its Taylor series.
+POLYREME_INLINE double exp_double(double x) {
+  const double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to the nearest integer
+  const double shifted = x * 1.4426950408889634 + magic;
+  const double n = shifted - magic;
+  const double r = (x - n * 0.6931471805598903) - n * 5.497923018708371e-14;
+  double p = 1.0 / 6227020800;
+  p = p * r + 1.0 / 479001600;
+  p = p * r + 1.0 / 39916800;
+  p = p * r + 1.0 / 3628800;
+  p = p * r + 1.0 / 362880;
+  p = p * r + 1.0 / 40320;
+  p = p * r + 1.0 / 5040;
+  p = p * r + 1.0 / 720;
+  p = p * r + 1.0 / 120;
+  p = p * r + 1.0 / 24;
+  p = p * r + 1.0 / 6;
+  p = p * r + 0.5;
+  p = p * r + 1.0;
+  p = p * r + 1.0;
+  union {
+    int64_t bits;
+    double value;
+  } power = {(static_cast<int64_t>(static_cast<int32_t>(n)) + 1023) << 52};
+  return p * power.value;
 }
 
 struct SinCos {

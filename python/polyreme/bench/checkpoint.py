@@ -1,0 +1,280 @@
+"""Saving and loading against memcpy, a plain file, torch.save and torch.distributed.checkpoint: one rank, one disk.
+
+Every contender has the same tensors; they take turns, and the medians are compared. Files are durable (fsync) at the
+end of every save. What is loaded was written just before, so it comes from the page cache for everybody.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import init
+from ..checkpoint import Checkpointer
+from ..checks import check_int
+from ..environment import RankEnvironment
+from ..errors import InvalidArgument, NotAvailable
+from ..mesh import Mesh
+from ..models import GPT
+from ..optim import AdamW
+from ..trainer import Trainer
+
+__all__ = ["bench_checkpoint", "bench_training", "render_checkpoint"]
+
+_NUM_TENSORS = 60
+RIVALS = ("torch", "dcp")
+Arrays = dict[str, NDArray[np.float32]]
+Turn = Callable[[], dict[str, float]]
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def make_state(num_bytes: int) -> Arrays:
+    """Tensors of a few sizes, as a model and two moments have them."""
+    each = num_bytes // _NUM_TENSORS // 4
+    rows = {f"model/w{i}": each for i in range(_NUM_TENSORS // 3)}
+    rows |= {f"optimizer/{kind}/w{i}": each for kind in ("m", "v") for i in range(_NUM_TENSORS // 3)}
+    random = np.random.default_rng(0)
+    return {name: random.standard_normal(count, np.float32) for name, count in rows.items()}
+
+
+def bench_checkpoint(
+    *, num_bytes: int, repeats: int, directory: str | None = None, against: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Medians in seconds, and ratios above 1 where ours is faster.
+
+    directory: on the disk that is measured; default: that of temporary files. against: of RIVALS.
+
+    Raises:
+        InvalidArgument: unknown rivals, sizes out of range.
+        NotAvailable: rivals that are not installed.
+    """
+    check_int("bench checkpoint: bytes", num_bytes, _NUM_TENSORS * 4)
+    check_int("bench checkpoint: repeats", repeats, 1)
+    unknown = sorted(set(against) - {*RIVALS})
+    if unknown:
+        raise InvalidArgument(f"bench checkpoint: against {unknown}; expected some of {list(RIVALS)}")
+    state = make_state(num_bytes)
+    folder = tempfile.mkdtemp(prefix="polyreme-bench-", dir=directory)
+    try:
+        turns: dict[str, Turn] = {"plain": _plain(state, folder), "polyreme": _own(state, folder)}
+        if "torch" in against:
+            turns["torch"] = _torch(state, folder)
+        if "dcp" in against:
+            turns["dcp"] = _dcp(state, folder)
+        seen: dict[str, list[dict[str, float]]] = {name: [] for name in turns}
+        for repeat in range(repeats + 1):  # the first is a warm-up
+            for name, turn in turns.items():
+                result = turn()
+                if repeat:
+                    seen[name].append(result)
+        rows = {
+            n: {k: statistics.median(r[k] for r in results) for k in results[0]}
+            for n, results in seen.items()
+        }
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    own, plain = rows["polyreme"], rows["plain"]
+    ratios = {
+        "stall_over_memcpy": plain["memcpy_s"] / own["stall_s"],
+        "save_over_plain_write": plain["save_s"] / own["save_s"],
+        "load_over_plain_read": plain["load_s"] / own["load_s"],
+    }
+    for name in turns:
+        if name in RIVALS:
+            for key in ("stall_s", "save_s", "load_s"):
+                if key in rows[name]:
+                    ratios[f"{key[:-2]}_over_{name}"] = rows[name][key] / own[key]
+    size = sum(array.nbytes for array in state.values())
+    return {"bytes": size, "repeats": repeats, "seconds": rows, "speed_ratios": ratios}
+
+
+def _plain(state: Arrays, folder: str) -> Turn:
+    size = sum(array.nbytes for array in state.values())
+    staging = np.empty(size, np.uint8)
+    path = os.path.join(folder, "plain")
+
+    def copy() -> None:
+        at = 0
+        for array in state.values():
+            staging[at : at + array.nbytes] = array.view(np.uint8)
+            at += array.nbytes
+
+    def write() -> None:
+        with open(path, "wb", buffering=0) as file:
+            view = memoryview(staging.data)
+            while view:
+                view = view[file.write(view[: 8 << 20]) :]
+            os.fsync(file.fileno())
+
+    def read() -> None:
+        with open(path, "rb", buffering=0) as file:
+            view = memoryview(np.empty(size, np.uint8).data)
+            while view:
+                view = view[file.readinto(view[: 8 << 20]) :]
+
+    def turn() -> dict[str, float]:
+        result = {"memcpy_s": _timed(copy), "save_s": _timed(write), "load_s": _timed(read)}
+        os.unlink(path)
+        return result
+
+    return turn
+
+
+def _own(state: Arrays, folder: str) -> Turn:
+    world = init(environment=RankEnvironment(), num_threads=1)
+    target = {name: np.empty_like(array) for name, array in state.items()}
+    path = os.path.join(folder, "own")
+    checkpoints = Checkpointer(path, world=world, keep=1, on_error="raise", signals=False)
+    step = 0
+
+    def turn() -> dict[str, float]:
+        nonlocal step
+        step += 1
+        start = time.perf_counter()
+        checkpoints.save_async(state, step=step)
+        stall = time.perf_counter() - start
+        checkpoints.wait()
+        save = time.perf_counter() - start
+        return {"stall_s": stall, "save_s": save, "load_s": _timed(lambda: checkpoints.load(target))}
+
+    return turn
+
+
+def _torch(state: Arrays, folder: str) -> Turn:
+    torch = _import_torch()
+    tensors = {name: torch.from_numpy(array) for name, array in state.items()}
+    path = os.path.join(folder, "torch.pt")
+
+    def save() -> None:
+        with open(path, "wb") as file:
+            torch.save(tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def turn() -> dict[str, float]:
+        result = {"save_s": _timed(save), "load_s": _timed(lambda: torch.load(path))}
+        os.unlink(path)
+        return result
+
+    return turn
+
+
+def _dcp(state: Arrays, folder: str) -> Turn:
+    torch = _import_torch()
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
+    tensors = {name: torch.from_numpy(array) for name, array in state.items()}
+    target = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    path = os.path.join(folder, "dcp")
+
+    def turn() -> dict[str, float]:
+        save = _timed(lambda: dcp.save(tensors, checkpoint_id=path))
+        load = _timed(lambda: dcp.load(target, checkpoint_id=path))
+        shutil.rmtree(path)
+        start = time.perf_counter()
+        future = dcp.async_save(tensors, checkpoint_id=path)
+        stall = time.perf_counter() - start
+        future.result()
+        shutil.rmtree(path)
+        return {"stall_s": stall, "save_s": save, "load_s": load}
+
+    return turn
+
+
+def _import_torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise NotAvailable(
+            f"PyTorch is not installed: {error}; pip install torch, or leave --against out"
+        ) from None
+    torch.set_num_threads(1)
+    return torch
+
+
+def bench_training(
+    model: GPT, *, repeats: int, directory: str | None = None, batch: int = 4
+) -> dict[str, Any]:
+    """What a save costs a training of one rank and one thread: blocks of steps with and without one, in turn.
+
+    slowdown_percent: of a training that saves every 100 steps.
+    """
+    world = init(environment=RankEnvironment(), num_threads=1)
+    trainer = Trainer(model, Mesh(world), optimizer=AdamW(lr=1e-4), global_batch=batch)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, model.vocab, (batch, model.seq_len + 1))
+    block = 10
+
+    def steps() -> None:
+        for _ in range(block):
+            trainer.step(tokens[:, :-1], tokens[:, 1:])
+
+    folder = tempfile.mkdtemp(prefix="polyreme-bench-", dir=directory)
+    try:
+        with Checkpointer(folder, keep=1, on_error="raise", signals=False) as checkpoints:
+            seen: dict[bool, list[float]] = {False: [], True: []}
+            stalls = []
+            for repeat in range(-1, repeats):  # the first is a warm-up
+                for saves in (False, True):
+                    start = time.perf_counter()
+                    if saves:
+                        checkpoints.save_async(trainer)
+                    steps()
+                    if repeat >= 0:
+                        seen[saves].append(time.perf_counter() - start)
+                        stalls.append(checkpoints.stats.stall_s)
+                    checkpoints.wait()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    step_s = statistics.median(seen[False]) / block
+    extra_s = statistics.median(seen[True]) - statistics.median(seen[False])
+    return {
+        "parameters": trainer.num_parameters,
+        "step_s": step_s,
+        "stall_s": statistics.median(stalls),
+        "extra_s_of_a_save": extra_s,
+        "slowdown_percent": 100 * extra_s / (100 * step_s),
+    }
+
+
+def render_checkpoint(result: dict[str, Any]) -> list[str]:
+    """The result for people."""
+    size = result["bytes"]
+    lines = [
+        f"{size / 2**20:.0f} MiB, median of {result['repeats']}",
+        f"{'':10} {'stall':>18} {'save':>18} {'load':>18}",
+    ]
+    for name, row in result["seconds"].items():
+        cells = []
+        for key in ("stall_s", "save_s", "load_s"):
+            seconds = row.get(key)
+            cells.append(f"{seconds:8.3f} s {size / seconds / 1e9:5.2f} GB/s" if seconds else "-")
+        lines.append(f"{name:10} " + " ".join(f"{cell:>18}" for cell in cells))
+    lines.append(f"memcpy     {result['seconds']['plain']['memcpy_s']:8.3f} s")
+    lines += [f"{name}: {ratio:.2f}" for name, ratio in result["speed_ratios"].items()]
+    if "training" in result:
+        row = result["training"]
+        lines.append(
+            f"training of {row['parameters'] / 1e6:.1f} M parameters: step {row['step_s']:.3f} s, stall"
+            f" {row['stall_s']:.3f} s, a save costs {row['extra_s_of_a_save']:.3f} s:"
+            f" {row['slowdown_percent']:.2f} % at one in 100 steps"
+        )
+    return lines

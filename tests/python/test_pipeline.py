@@ -1,0 +1,190 @@
+"""The Trainer along pp: any schedule, split and size gives the bits of one rank."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import polyreme as pr
+import pytest
+from helpers import batches, fingerprint, refused, token_file
+from polyreme.testing import run_ranks
+
+MODEL = pr.models.Llama(layers=6, hidden=16, heads=2, kv_heads=1, vocab=31, seq_len=12)
+DATA = batches(3, 16, MODEL, ignored=0.1)
+GPT = pr.models.GPT(layers=5, hidden=16, heads=2, vocab=31, seq_len=12, tied=False, dropout=0.1)
+
+KINDS = {
+    "gpipe": pr.schedule.gpipe(),
+    "one_f_one_b": pr.schedule.one_f_one_b(),
+    "interleaved": pr.schedule.interleaved(2),
+    "zb_h1": pr.schedule.zb_h1(),
+    "zb_v": pr.schedule.zb_v(),
+    "dual_pipe_v": pr.schedule.dual_pipe_v(),
+}
+
+
+def train(world, pp, *, model=MODEL, data=DATA, **options):
+    """Losses, norms, the fingerprint of all weights and state, and logits."""
+    mesh = pr.Mesh(world, pp=pp)
+    options = {"global_batch": 16, "clip_norm": 0.5, "lanes": pr.Lanes(dp=4), **options}
+    trainer = pr.Trainer(model, mesh, optimizer=pr.AdamW(lr=1e-3, eps=1e-4, weight_decay=0.1), **options)
+    dp, place = mesh.size("dp"), mesh.coordinate("dp")
+    history = []
+    for tokens, targets in data:
+        count = len(tokens) // dp
+        part = slice(place * count, (place + 1) * count)
+        stats = trainer.step(tokens[part], targets[part])
+        history.append((stats.loss.hex(), stats.grad_norm.hex(), stats.valid_tokens))
+    logits = trainer.logits(data[0][0][:2, :7])
+    return history, fingerprint(trainer), logits.tobytes(), trainer.num_parameters
+
+
+@functools.cache
+def one_rank(model=MODEL):
+    return run_ranks(1, lambda world: train(world, 1, model=model))[0]
+
+
+def many(ranks, pp, *, executor="immediate", seed=0, **options):
+    results = run_ranks(
+        ranks, lambda world: train(world, pp, **options), executor=executor, schedule_seed=seed
+    )
+    assert all(result == results[0] for result in results), "ranks disagree"
+    return results[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_schedule_has_the_bits_of_one_rank(kind, pp):
+    chunks = KINDS[kind].chunks * pp
+    if chunks > MODEL.layers + 2:
+        pytest.skip("the model has fewer parts")
+    assert many(pp, pp, schedule=KINDS[kind], micro_batch=2) == one_rank()
+
+
+@pytest.mark.parametrize("dp, pp", [(2, 2), (4, 2), (2, 3)])
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_with_dp_and_zero(dp, pp, zero):
+    assert many(dp * pp, pp, zero=zero, micro_batch=1, schedule=pr.schedule.zb_h1()) == one_rank()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_on_the_deferred_device(seed):
+    options = dict(executor="deferred", seed=seed, micro_batch=2)
+    assert many(2, 2, schedule=pr.schedule.zb_v(), **options) == one_rank()
+    assert many(4, 2, zero=2, **options) == one_rank()
+
+
+def test_dropout_split_and_uneven_micro_batches():
+    """O-PP-02: lanes of 4 samples in micro-batches of 3 and 1."""
+    for options in (dict(split=[1, 4]), dict(split=[3, 2]), dict(micro_batch=3), {}):
+        assert many(2, 2, model=GPT, **options) == one_rank(GPT)
+
+
+def test_one_stage_with_a_schedule():
+    assert many(1, 1, schedule=pr.schedule.zb_v()) == one_rank()
+    assert many(2, 1, schedule=pr.schedule.interleaved(3), zero=1) == one_rank()
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("kind", ["gpipe", "one_f_one_b"])
+def test_o_pp_03_few_micro_batches(pp, kind):
+    model = pr.models.Llama(layers=2, hidden=8, heads=1, vocab=11, seq_len=4)
+    for count in range(1, 10):
+        data = batches(1, count, model)
+        options = dict(model=model, data=data, global_batch=count, lanes=pr.Lanes(dp=1))
+        assert many(pp, pp, schedule=KINDS[kind], **options) == many(1, 1, **options)
+
+
+def test_o_pp_01_layers_that_do_not_divide():
+    for layers in (5, 7):
+        model = pr.models.Llama(layers=layers, hidden=8, heads=1, vocab=11, seq_len=4)
+        options = dict(model=model, data=batches(1, 4, model), global_batch=4)
+        one = many(1, 1, **options)
+        for pp in (2, 3, 4):
+            assert many(pp, pp, **options) == one
+
+
+def test_o_pp_07_o_pp_08_evaluation_between_steps(tmp_path):
+    """Other batch sizes and numbers of micro-batches, before, between and after steps of training."""
+    random = np.random.default_rng(3)
+    path = token_file(tmp_path, random.integers(0, MODEL.vocab, 40 * MODEL.seq_len + 1), MODEL.vocab)
+
+    def run(world, pp, micro_batch):
+        data = pr.data.TokenDataset(path, seq_len=MODEL.seq_len)
+        mesh = pr.Mesh(world, pp=pp)
+        trainer = pr.Trainer(
+            MODEL,
+            mesh,
+            optimizer=pr.SGD(lr=0.1),
+            global_batch=4,
+            micro_batch=micro_batch,
+            lanes=pr.Lanes(dp=2),
+        )
+        losses = []
+        for count, (tokens, targets) in zip((1, 9, 40), DATA, strict=True):
+            losses.append(trainer.evaluate(data, num_samples=count))
+            part = 4 // mesh.size("dp")
+            first = part * mesh.coordinate("dp")
+            losses.append(trainer.step(tokens[first : first + part], targets[first : first + part]).loss)
+        return losses
+
+    expected = run_ranks(1, lambda world: run(world, 1, 1))[0]
+    for ranks, pp, micro_batch in ((2, 2, 2), (4, 2, 1), (3, 3, 4)):
+        assert run_ranks(ranks, lambda world, pp=pp, m=micro_batch: run(world, pp, m)) == [expected] * ranks
+
+
+def test_lengths_change_from_step_to_step():
+    """O-PP-04, of steps."""
+    data = [(tokens[:, :n], targets[:, :n]) for (tokens, targets), n in zip(DATA, (4, 12, 7), strict=True)]
+    assert many(2, 2, data=data) == run_ranks(1, lambda world: train(world, 1, data=data))[0]
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers():
+    def refusal(error, words, ranks=2, pp=2, **options):
+        run_ranks(ranks, lambda world: refused(error, words, lambda: train(world, pp, **options)))
+
+    invalid, unavailable = pr.errors.InvalidArgument, pr.errors.NotAvailable
+    tied = pr.models.GPT(layers=2, hidden=16, heads=2, vocab=31, seq_len=12)
+    refusal(unavailable, ["wte.weight", "tied=False"], model=tied)
+    refusal(unavailable, ["zero=3", "zero=2"], zero=3)
+    refusal(invalid, ["[6] has 1 numbers", "2 chunks"], split=[6])
+    refusal(invalid, ["has 5 layers; the model has 6"], split=[2, 3])
+    refusal(invalid, ["8 layers cannot fill 10 chunks"], schedule=pr.schedule.interleaved(5))
+    refusal(
+        invalid,
+        ["dual_pipe_v", "micro_batches=2"],
+        schedule=pr.schedule.dual_pipe_v(),
+        lanes=pr.Lanes(dp=1),
+        micro_batch=8,
+    )
+    refusal(invalid, ["no pipeline to split"], ranks=1, pp=1, split=[6])
+
+
+def test_stages_that_see_other_samples_are_told():
+    def run(world):
+        def step():
+            trainer = pr.Trainer(MODEL, pr.Mesh(world, pp=2), optimizer=pr.SGD(lr=0.1), global_batch=16)
+            tokens, targets = DATA[world.rank]
+            trainer.step(tokens, targets)
+
+        refused(pr.errors.InvalidArgument, ["pp rank", "another batch"], step)
+
+    run_ranks(2, run)
+
+
+def test_a_number_that_is_not_finite_names_its_parameter_on_all_stages():
+    def run(world):
+        trainer = pr.Trainer(MODEL, pr.Mesh(world, pp=2), optimizer=pr.SGD(lr=0.1), global_batch=16)
+        weight = trainer.parameter("h.5.mlp.down.weight")
+        weight[0, 0] = np.nan
+        trainer.set_parameter("h.5.mlp.down.weight", weight)
+        before = fingerprint_of_weights(trainer)
+        refused(pr.errors.NumericError, ["'h.5.mlp.down.weight'"], lambda: trainer.step(*DATA[0]))
+        assert fingerprint_of_weights(trainer) == before
+
+    run_ranks(2, run)
+
+
+def fingerprint_of_weights(trainer):
+    return [trainer.parameter(name).tobytes() for name in trainer.parameter_names()]
