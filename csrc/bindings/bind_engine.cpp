@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
+#include "bindings/optimizer_options.h"
 #include "engine/engine.h"
 #include "mesh/world.h"
 #include "nn/llama.h"
@@ -115,9 +116,7 @@ void bind_engine(py::module_& m) {
       .def(py::init([](World& world, Mesh& mesh, const ModelConfig& config, int64_t global_batch,
                        int64_t micro_batch, int64_t lanes_dp, uint64_t seed, float clip_norm, int zero_stage,
                        int64_t shard_size, int64_t bucket_bytes, bool overlap, bool round_first,
-                       int64_t prefetch, int64_t persist_below, const std::string& rule, double beta1,
-                       double beta2, double eps, double momentum, const std::vector<double>& weight_decay,
-                       const std::vector<uint8_t>& trainable,
+                       int64_t prefetch, int64_t persist_below, const py::dict& optimizer,
                        const std::optional<pipeline::Schedule>& schedule, std::vector<int> split) {
              const EngineOptions options{.global_batch = global_batch,
                                          .micro_batch = micro_batch,
@@ -131,13 +130,7 @@ void bind_engine(py::module_& m) {
                                                   .round_first = round_first,
                                                   .prefetch = prefetch,
                                                   .persist_below = persist_below},
-                                         .optimizer = {.rule = rule,
-                                                       .beta1 = beta1,
-                                                       .beta2 = beta2,
-                                                       .eps = eps,
-                                                       .momentum = momentum,
-                                                       .weight_decay = weight_decay,
-                                                       .trainable = trainable},
+                                         .optimizer = optimizer_options(optimizer),
                                          .pipeline = {.schedule = schedule, .split = std::move(split)}};
              // Not as a call_guard, under which pybind11 would register the new object too.
              const py::gil_scoped_release release;
@@ -145,9 +138,8 @@ void bind_engine(py::module_& m) {
            }),
            "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
            "seed"_a, "clip_norm"_a, "zero_stage"_a, "shard_size"_a, "bucket_bytes"_a, "overlap"_a,
-           "round_first"_a, "prefetch"_a, "persist_below"_a, "rule"_a, "beta1"_a, "beta2"_a, "eps"_a,
-           "momentum"_a, "weight_decay"_a, "trainable"_a, "schedule"_a, "split"_a, py::keep_alive<1, 2>(),
-           py::keep_alive<1, 3>())
+           "round_first"_a, "prefetch"_a, "persist_below"_a, "optimizer"_a, "schedule"_a, "split"_a,
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def(
           "train_step",
           [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
@@ -216,6 +208,7 @@ void bind_engine(py::module_& m) {
             engine.write_param(name, std::vector<float>(values.data(), values.data() + values.size()));
           },
           "name"_a, "values"_a)
+      .def("check_replicas", &Engine::check_replicas, py::call_guard<py::gil_scoped_release>())
       .def("memory",
            [](const Engine& engine) {
              py::list terms;

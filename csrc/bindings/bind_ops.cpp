@@ -1,8 +1,11 @@
 #include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
 
 #include "bindings/bindings.h"
 #include "mesh/world.h"
-#include "ops/ops.h"
+#include "ops/update.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -83,12 +86,56 @@ double time_enqueue(const World& world, int count) {
   return static_cast<double>(FlightRecorder::now_ns() - start) * 1e-9 / count;
 }
 
+// Seconds of the fastest of `repeats` updates of `count` elements by a rule, and of as many triads x + y -> z
+// of the same length right beside them.
+std::pair<double, double> time_rule(const World& world, const std::string& rule, int64_t count, int repeats) {
+  require(count >= 1 && repeats >= 1, "time_rule: count ", count, " and repeats ", repeats,
+          " must be at least 1");
+  Device& device = world.device();
+  const auto stream = device.create_stream("rule");
+  std::vector<Tensor> t;
+  for (int i = 0; i < 4; ++i) {
+    t.push_back(empty(device, DType::kF32, {count}, "operand"));
+    fill(*stream, t.back(), 1e-3f);
+  }
+  const Tensor scale = empty(device, DType::kF32, {1}, "scale");
+  fill(*stream, scale, 1.0f);
+  const auto update = [&] {
+    if (rule == "adamw")
+      return adamw(*stream, t[0], t[1], t[2], t[3], scale,
+                   {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .step = 3});
+    if (rule == "sgd")
+      return sgd(*stream, t[0], t[1], t[2], scale,
+                 {.lr = 1e-3, .momentum = 0.9, .weight_decay = 0.1, .first_step = false});
+    if (rule == "lion")
+      return lion(*stream, t[0], t[1], t[2], scale,
+                  {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1});
+    throw InvalidArgument(concat("time_rule: rule '", rule, "'; expected adamw, sgd or lion"));
+  };
+  const auto seconds = [&](const auto& operation) {
+    const int64_t start = FlightRecorder::now_ns();
+    operation();
+    stream->synchronize();
+    return static_cast<double>(FlightRecorder::now_ns() - start) * 1e-9;
+  };
+  const auto triad = [&] { add(*stream, t[0], t[1], t[3]); };
+  std::pair<double, double> best{seconds(update), seconds(triad)};  // the first ones warm up
+  for (int i = 0; i < repeats; ++i) {
+    const double of_rule = seconds(update), of_triad = seconds(triad);
+    best = {i == 0 ? of_rule : std::min(best.first, of_rule),
+            i == 0 ? of_triad : std::min(best.second, of_triad)};
+  }
+  return best;
+}
+
 }  // namespace
 
 void bind_ops(py::module_& m) {
   m.def("time_gemm", &time_gemm, "world"_a, py::kw_only(), "m"_a, "n"_a, "k"_a, "transpose_a"_a,
         "transpose_b"_a, "repeats"_a, py::call_guard<py::gil_scoped_release>());
   m.def("time_collective", &time_collective, "world"_a, "op"_a, "count"_a, "iterations"_a, "staged"_a,
+        py::call_guard<py::gil_scoped_release>());
+  m.def("time_rule", &time_rule, "world"_a, "rule"_a, "count"_a, "repeats"_a,
         py::call_guard<py::gil_scoped_release>());
   m.def("time_enqueue", &time_enqueue, "world"_a, "count"_a, py::call_guard<py::gil_scoped_release>());
 }

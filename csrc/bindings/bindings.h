@@ -15,6 +15,7 @@ void bind_checkpoint(pybind11::module_& m);
 void bind_data(pybind11::module_& m);
 void bind_engine(pybind11::module_& m);
 void bind_ops(pybind11::module_& m);
+void bind_optim(pybind11::module_& m);
 void bind_schedule(pybind11::module_& m);
 
 }  // namespace polyreme::bindings

@@ -12,5 +12,6 @@ PYBIND11_MODULE(_core, m) {
   bindings::bind_data(m);
   bindings::bind_engine(m);
   bindings::bind_ops(m);
+  bindings::bind_optim(m);
   bindings::bind_schedule(m);
 }

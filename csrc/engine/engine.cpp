@@ -6,8 +6,8 @@
 
 #include "base/hash.h"
 #include "base/math.h"
-#include "engine/agreement.h"
 #include "engine/layer_steps.h"
+#include "mesh/agreement.h"
 #include "ops/ops.h"
 #include "ops/update.h"
 #include "pipeline/schedule/text.h"
@@ -69,16 +69,14 @@ StagePart part_of(const Model& model, const Mesh& mesh, const EngineOptions& opt
   const pipeline::Schedule& schedule = *options.pipeline.schedule;
   require(schedule.num_ranks() == stages, "the schedule is for ", schedule.num_ranks(),
           " stages, the mesh has pp=", stages, "; make it for stages=", stages);
-  require<NotAvailable>(options.zero.stage < 3,
-                        "zero=3 with a pipeline: this version divides the weights of a stage over "
-                        "dp only without one; use zero=2");
   const std::vector<uint8_t>& trainable = options.optimizer.trainable;
   require<NotAvailable>(std::find(trainable.begin(), trainable.end(), 0) == trainable.end(),
                         "frozen parameters with a pipeline: this version has them without one; use pp=1");
   return make_stage_part(model, schedule, mesh.coordinate("pp"), options.pipeline.split);
 }
 
-// By parameter of the part. Chunks are at different lanes at a time, so they share no unit.
+// By parameter of the part: what may share a unit. Chunks are at different lanes at a time, and shared
+// parameters are complete later.
 std::vector<int> chunk_of_params(const StagePart& part) {
   std::vector<int> chunks;
   for (size_t param = 0; param < part.registry.specs().size(); ++param) {
@@ -87,7 +85,19 @@ std::vector<int> chunk_of_params(const StagePart& part) {
     while (part.chunks[static_cast<size_t>(chunk)].end <= layer) ++chunk;
     chunks.push_back(chunk);
   }
+  int alone = static_cast<int>(part.chunks.size());
+  for (const SharedParam& shared : part.shared)
+    if (const int local = part.local[static_cast<size_t>(shared.param)]; local >= 0)
+      chunks[static_cast<size_t>(local)] = alone++;
   return chunks;
+}
+
+// Chunks that use a shared parameter do not visit its unit.
+UnitPlan shared_kept_whole(UnitPlan plan, const StagePart& part) {
+  for (const SharedParam& shared : part.shared)
+    if (const int local = part.local[static_cast<size_t>(shared.param)]; local >= 0)
+      plan.stays_whole[static_cast<size_t>(plan.map.unit_of(local))] = true;
+  return plan;
 }
 
 }  // namespace
@@ -104,8 +114,10 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
                       ? device.create_stream("background", StreamKind::kBackground)
                       : nullptr),
       groups_(dp_, options_.zero.stage == 0 ? 1 : options_.zero.shard_size),
-      plan_(make_unit_plan(part_.registry, model_.layers.size(), options_.zero, groups_.num_shards(),
-                           options_of(part_, options_.optimizer), chunk_of_params(part_))),
+      plan_(shared_kept_whole(
+          make_unit_plan(part_.registry, model_.layers.size(), options_.zero, groups_.num_shards(),
+                         options_of(part_, options_.optimizer), chunk_of_params(part_)),
+          part_)),
       params_(*stream_, background(), part_.registry, plan_, groups_, options_.lanes_dp / dp_.size(),
               options_.zero, part_.local),
       optimizer_(make_optimizer(*stream_, plan_.map, groups_.shard_rank(),
@@ -128,12 +140,6 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
 }
 
 void Engine::agree_on_settings() {
-  const OptimizerOptions& rule = options_.optimizer;
-  std::string optimizer = concat(rule.rule, " betas=", rule.beta1, ",", rule.beta2, " eps=", rule.eps,
-                                 " momentum=", rule.momentum, " weight_decay=");
-  for (const double decay : rule.weight_decay) optimizer += concat(decay, " ");
-  optimizer += "trainable=";
-  for (const uint8_t trainable : rule.trainable) optimizer += trainable ? "1" : "0";
   const ZeroOptions& zero = options_.zero;
   std::string split;
   for (const int blocks : options_.pipeline.split) split += concat(blocks, " ");
@@ -146,7 +152,7 @@ void Engine::agree_on_settings() {
        // These change the collectives of a step only where rounds or gathers depend on them.
        fact("micro_batch", zero.round_first || zero.stage == 3 ? options_.micro_batch : 0),
        fact("prefetch", zero.prefetch), fact("persist_below", zero.persist_below),
-       fact("optimizer", optimizer),
+       fact("optimizer", describe(options_.optimizer)),
        fact("schedule", options_.pipeline.schedule ? pipeline::to_text(*options_.pipeline.schedule) : "none"),
        fact("split of layers", split)},
       nullptr);
@@ -179,6 +185,7 @@ void Engine::init_weights() {
         fill_normal(*stream_, part, static_cast<float>(init.std), key, first);
     });
   }
+  if (pipeline_) pipeline_->share_weights();
   stream_->synchronize();
 }
 
@@ -292,6 +299,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
     refusal = std::current_exception();
   }
   const int64_t valid = agree_everywhere({{"learning rate", std::bit_cast<int64_t>(lr), concat(lr)},
+                                          fact("number of steps so far", applied_steps_),
                                           fact("seq_len", batch.seq_len),
                                           fact("source of samples", source)},
                                          refusal, count_valid(batch), {fact("batch", content_of(batch))});
@@ -306,6 +314,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   if (valid > 0) {
     optimizer_->step(*stream_, params_.weights.own(), params_.grads.own(), {.lr = lr, .scale = clip_scale_});
     params_.weights.gather_updated();
+    if (pipeline_) pipeline_->share_weights();
   }
   if (pipeline_) pipeline_->wait();
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
@@ -362,7 +371,7 @@ StepStats Engine::evaluate(const TokenDataset& data, int64_t first, int64_t num_
   const WaitAtExit wait(*stream_), wait_background(background());
   zero_limbs(*stream_, loss_sum_);
   if (pipeline_) {
-    forward_pipeline(batch, begin);
+    forward_pipeline(batch, begin, ceil_div(num_samples, dp_.size()));
   } else {
     forward_alone(batch, begin, ceil_div(num_samples, dp_.size()));
   }
@@ -373,12 +382,15 @@ StepStats Engine::evaluate(const TokenDataset& data, int64_t first, int64_t num_
   return {read_sum(loss_sum_) / static_cast<double>(tokens), 0.0, tokens, tokens};
 }
 
-void Engine::forward_pipeline(const HostBatch& batch, int64_t first_sample) {
+void Engine::forward_pipeline(const HostBatch& batch, int64_t first_sample, int64_t most) {
   StageRun run{.with_backward = false};
-  for (int64_t begin = 0; begin < batch.num_samples; begin += options_.micro_batch)
-    run.micro_batches.push_back({begin, std::min(begin + options_.micro_batch, batch.num_samples)});
-  if (run.micro_batches.empty()) return;
-  run.context = [this, first_sample, on_device = upload(*stream_, batch)](const MicroRange& range) {
+  // As many forwards on every rank, maybe of no samples: in stage 3 they gather together.
+  const int64_t count = batch.num_samples, step = options_.micro_batch;
+  for (int64_t begin = 0; begin < round_up(most, step); begin += step)
+    run.micro_batches.push_back({std::min(begin, count), std::min(begin + step, count)});
+  DeviceBatch uploaded = upload(*stream_, batch);
+  if (count == 0) uploaded.targets = uploaded.tokens;  // an empty batch has targets, too
+  run.context = [this, first_sample, on_device = uploaded](const MicroRange& range) {
     return make_context(on_device, range.begin, range.end, first_sample + range.begin, /*training=*/false);
   };
   pipeline_->forward(std::move(run));
@@ -437,8 +449,9 @@ std::vector<float> Engine::pipeline_logits(const HostBatch& batch, const std::ex
         0, "pp");
   const Shape shape{batch.num_samples * batch.seq_len, model_.vocab};
   std::vector<float> result(static_cast<size_t>(shape.numel()));
-  if (batch.num_samples == 0) return result;
-  const WaitAtExit wait(*stream_);
+  // In stage 3 the ranks of dp gather together.
+  if (batch.num_samples == 0 && options_.zero.stage < 3) return result;
+  const WaitAtExit wait(*stream_), wait_background(background());
   StageRun run{.micro_batches = {{0, batch.num_samples}}, .with_backward = false, .with_loss = false};
   run.context = [this, on_device = upload(*stream_, batch)](const MicroRange& range) {
     return make_context(on_device, range.begin, range.end, 0, /*training=*/false);

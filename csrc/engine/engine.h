@@ -8,11 +8,11 @@
 #include <string>
 #include <vector>
 
-#include "engine/agreement.h"
 #include "engine/batch.h"
 #include "engine/memory_terms.h"
 #include "engine/param_store.h"
 #include "engine/pipeline_run.h"
+#include "mesh/agreement.h"
 #include "mesh/mesh.h"
 #include "optim/optimizer.h"
 
@@ -80,6 +80,9 @@ class Engine {
   const ShardMap& map() const { return plan_.map; }
   // Elements of all parameters of the model.
   int64_t num_parameters() const;
+  // Compares what several ranks hold alike, weights and optimizer state, by fingerprints. Collective. Throws
+  // NumericError on every rank, naming a tensor and the ranks that have it otherwise than most.
+  void check_replicas();
   // What this rank's memory goes to; see memory_terms.
   std::vector<MemoryTerm> memory() const;
   int64_t applied_steps() const { return applied_steps_; }
@@ -126,7 +129,7 @@ class Engine {
   // Forwards without backwards; the first sample has the number first_sample. `most`: samples of a rank, at
   // most.
   void forward_alone(const HostBatch& batch, int64_t first_sample, int64_t most);
-  void forward_pipeline(const HostBatch& batch, int64_t first_sample);
+  void forward_pipeline(const HostBatch& batch, int64_t first_sample, int64_t most);
   std::vector<float> pipeline_logits(const HostBatch& batch, const std::exception_ptr& refusal);
   void sum_along_pp(const Tensor& limbs);
   // Announces `count` micro-batches, forward and, if there is one, backward.

@@ -1,6 +1,7 @@
 #include "engine/grad_store.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "ops/ops.h"
 
@@ -26,6 +27,8 @@ GradStore::GradStore(Stream& compute, Stream& background, const ParamRegistry& r
   lane_grads_.resize(num_units);
   slices_.resize(num_units);
   own_.resize(num_units);
+  is_deferred_.resize(num_units);
+  late_.resize(num_units);
   for (int unit = 0; unit < map.num_units(); ++unit) {
     lane_sums_.emplace_back(device, Shape{map.unit_elements(unit)}, local_lanes, groups.shard());
     reduced_.push_back(device.create_event());
@@ -45,6 +48,7 @@ void GradStore::begin_step() {
   std::fill(own_.begin(), own_.end(), Tensor());
   for (ExtraUse& extra : extra_uses_) extra.is_begun = false;
   in_flight_.clear();
+  for (std::vector<Tensor>& late : late_) late.clear();
 }
 
 void GradStore::begin_layer(size_t layer) {
@@ -67,6 +71,12 @@ void GradStore::begin_unit(int unit) {
     compute_.wait(*reduced_[at(in_flight_.front())]);
     in_flight_.pop_front();
   }
+  if (is_deferred_[at(unit)]) {
+    lane_grads_[at(unit)] =
+        empty(compute_.device(), DType::kF32, {plan_.map.unit_elements(unit)}, "deferred gradient");
+    fill(compute_, lane_grads_[at(unit)], 0.0f);
+    return;
+  }
   lane_grads_[at(unit)] = lane_sums_[at(unit)].begin_lane(compute_);
 }
 
@@ -79,7 +89,25 @@ void GradStore::complete_layer(size_t layer) {
       extra.is_begun = false;
       if (keeps_slices_) extra.grad = {};
     }
+    if (is_deferred_[at(unit)]) {
+      late_[at(unit)].push_back(std::exchange(lane_grads_[at(unit)], {}));
+      continue;
+    }
     lane_grads_[at(unit)] = {};
+    if (lane_sums_[at(unit)].end_lane(compute_)) reduce(unit);
+  }
+}
+
+void GradStore::complete_deferred(int param, std::span<const Tensor> shares) {
+  const int unit = plan_.map.unit_of(param);
+  const std::vector<Tensor> late = std::exchange(late_[at(unit)], {});
+  require<Error>(late.size() == shares.size(), "a shared parameter has ", late.size(), " lanes here and ",
+                 shares.size(), " where it is used again");
+  for (size_t lane = 0; lane < late.size(); ++lane) {
+    const Tensor buffer = lane_sums_[at(unit)].begin_lane(compute_);
+    copy(compute_, late[lane], buffer);
+    const Tensor total = plan_.map.view(buffer, param);
+    add(compute_, total, shares[lane], total);
     if (lane_sums_[at(unit)].end_lane(compute_)) reduce(unit);
   }
 }

@@ -2,6 +2,7 @@
 
 #include <deque>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "engine/dp_groups.h"
@@ -39,6 +40,12 @@ class GradStore {
   void finish();
 
   Tensor grad(const ParamUse& use) const;
+  // The parameter, alone in its unit, is not complete before complete_deferred: another stage has a share.
+  void defer(int param) { is_deferred_[static_cast<size_t>(plan_.map.unit_of(param))] = true; }
+  // Lanes (of rounds) that wait for it.
+  size_t num_deferred(int param) const { return late_[static_cast<size_t>(plan_.map.unit_of(param))].size(); }
+  // Adds one gradient to each of them, in order, and reduces.
+  void complete_deferred(int param, std::span<const Tensor> shares);
   bool is_trainable(int param) const {
     return !plan_.is_frozen[static_cast<size_t>(plan_.map.unit_of(param))];
   }
@@ -70,6 +77,8 @@ class GradStore {
   std::vector<Tensor> slices_;      // where the reduction goes; undefined: stays in the buffer
   std::vector<Tensor> own_;
   std::vector<std::unique_ptr<Event>> reduced_;
+  std::vector<bool> is_deferred_;
+  std::vector<std::vector<Tensor>> late_;  // of deferred units, by lane
   std::vector<ExtraUse> extra_uses_;
   std::deque<int> in_flight_;  // units whose buffers a reduction may still hold, oldest first
   std::unique_ptr<Event> completed_;

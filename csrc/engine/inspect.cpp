@@ -102,6 +102,7 @@ void Engine::write_param(const std::string& name, const std::vector<float>& valu
   const Shape& shape = model_.registry.specs()[whole].padded_shape;
   require(static_cast<int64_t>(values.size()) == shape.numel(), "parameter '", name, "' has ",
           shape.to_string(), " = ", shape.numel(), " elements, got ", values.size());
+  if (pipeline_) pipeline_->write_shared(static_cast<int>(whole), values);
   if (param < 0) return;  // on another stage
   params_.weights.for_each_part(param, [&](const Tensor& part, int64_t first) {
     copy_from_host(*stream_, &values[static_cast<size_t>(first)], part);

@@ -52,8 +52,10 @@ Tensor ModelStage::forward(int chunk, int micro_batch, Tensor input) {
 Tensor ModelStage::backward(int chunk, int micro_batch, Tensor output_grad) {
   const MicroRange& samples = range(micro_batch);
   auto node = saved_.extract({chunk, micro_batch});
-  return run_backward(model_, layers_of(chunk), run_.context(samples), params_, std::move(output_grad),
-                      node.mapped(), samples.completes_lane);
+  Tensor input_grad = run_backward(model_, layers_of(chunk), run_.context(samples), params_,
+                                   std::move(output_grad), node.mapped(), samples.completes_lane);
+  complete(chunk, samples);
+  return input_grad;
 }
 
 Tensor ModelStage::backward_input(int chunk, int micro_batch, Tensor output_grad) {
@@ -66,6 +68,7 @@ void ModelStage::backward_weight(int chunk, int micro_batch) {
   auto node = saved_.extract({chunk, micro_batch});
   run_backward_weight(model_, layers_of(chunk), run_.context(samples), params_.grads, node.mapped(),
                       samples.completes_lane);
+  complete(chunk, samples);
 }
 
 }  // namespace polyreme

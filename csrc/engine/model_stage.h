@@ -4,6 +4,7 @@
 #include <map>
 #include <vector>
 
+#include "engine/shared_params.h"
 #include "engine/stage_part.h"
 #include "pipeline/stage_runner.h"
 
@@ -29,8 +30,8 @@ class ModelStage final : public pipeline::StageRunner {
  public:
   // All arguments must outlive this object. The losses of valid tokens are added to `loss_sum`.
   ModelStage(const Model& model, const StagePart& part, Stream& stream, ParamStore& params,
-             const Tensor& loss_sum)
-      : model_(model), part_(part), stream_(stream), params_(params), loss_sum_(loss_sum) {}
+             SharedParams& shared, const Tensor& loss_sum)
+      : model_(model), part_(part), stream_(stream), params_(params), shared_(shared), loss_sum_(loss_sum) {}
 
   // Before the executor runs `list`, this rank's; forgets what a run that failed has left.
   void begin(StageRun run, const std::vector<pipeline::Action>& list);
@@ -46,6 +47,9 @@ class ModelStage final : public pipeline::StageRunner {
  private:
   bool is_last(int chunk) const { return chunk + 1 == static_cast<int>(part_.chunks.size()); }
   LayerRange layers_of(int chunk) const;
+  void complete(int chunk, const MicroRange& samples) {
+    if (samples.completes_lane) shared_.complete_lane(layers_of(chunk));
+  }
   const MicroRange& range(int micro_batch) const {
     return run_.micro_batches[static_cast<size_t>(micro_batch)];
   }
@@ -54,6 +58,7 @@ class ModelStage final : public pipeline::StageRunner {
   const StagePart& part_;
   Stream& stream_;
   ParamStore& params_;
+  SharedParams& shared_;
   Tensor loss_sum_;
   StageRun run_;
   std::map<std::pair<int, int>, std::vector<Saved>> saved_;  // by chunk and micro-batch

@@ -5,6 +5,16 @@
 
 namespace polyreme {
 
+// What one chunk of a pipeline has of parameters that another one owns.
+class SharedUses {
+ public:
+  virtual ~SharedUses() = default;
+  virtual bool has(int param) = 0;
+  virtual Tensor weight(int param) = 0;
+  // The accumulator of the current lane.
+  virtual Tensor grad(int param) = 0;
+};
+
 // The weights and gradients of a rank, as layers see them. Layers know the parameters of the whole model;
 // `local` tells which of the rank's each one is.
 class ParamStore final : public ParamStorage {
@@ -16,17 +26,28 @@ class ParamStore final : public ParamStorage {
         grads(compute, background, registry, plan, groups, local_lanes, options),
         local_(local) {}
 
-  Tensor weight(const ParamUse& use) const override { return weights.weight(local_of(use.param)); }
-  Tensor grad(const ParamUse& use) const override { return grads.grad({local_of(use.param), use.use}); }
-  bool is_trainable(const ParamUse& use) const override { return grads.is_trainable(local_of(use.param)); }
+  void set_shared(SharedUses* shared) { shared_ = shared; }
+
+  Tensor weight(const ParamUse& use) const override {
+    return is_shared(use) ? shared_->weight(use.param) : weights.weight(local_of(use.param));
+  }
+  Tensor grad(const ParamUse& use) const override {
+    return is_shared(use) ? shared_->grad(use.param) : grads.grad({local_of(use.param), use.use});
+  }
+  bool is_trainable(const ParamUse& use) const override {
+    return is_shared(use) || grads.is_trainable(local_of(use.param));
+  }
 
   WeightStore weights;
   GradStore grads;
 
  private:
+  // The owning chunk has the first use, the other chunk the second and last.
+  bool is_shared(const ParamUse& use) const { return shared_ && use.use > 0 && shared_->has(use.param); }
   int local_of(int param) const { return local_[static_cast<size_t>(param)]; }
 
   const std::vector<int>& local_;
+  SharedUses* shared_ = nullptr;
 };
 
 }  // namespace polyreme

@@ -8,12 +8,17 @@ PipelineRun::PipelineRun(pipeline::Schedule schedule, Communicator& group, const
                          const StagePart& part, Stream& compute, ParamStore& params, const Tensor& loss_sum)
     : group_(group),
       compute_(compute),
-      stage_(model, part, compute, params, loss_sum),
+      shared_(model, part, group, compute, params),
+      stage_(model, part, compute, params, shared_, loss_sum),
       training_(std::move(schedule), group, compute) {}
 
 int PipelineRun::last_stage() const { return pipeline::rank_of_chunk(schedule()).back(); }
 
-void PipelineRun::train(StageRun run) { this->run(training_, std::move(run)); }
+void PipelineRun::train(StageRun run) {
+  shared_.begin_step();
+  this->run(training_, std::move(run));
+  shared_.add_gradients();
+}
 
 void PipelineRun::forward(StageRun run) {
   std::unique_ptr<pipeline::Executor>& executor = forward_only_[run.micro_batches.size()];

@@ -21,13 +21,18 @@ class PipelineRun {
   // Micro-batches of a training step.
   int64_t num_micro_batches() const { return schedule().micro_batches; }
 
-  // Enqueues forward and backward of the schedule's micro-batches. Throws as Executor::run.
+  // Enqueues forward and backward of the schedule's micro-batches. Gradients of shared parameters are
+  // complete after it. Throws as Executor::run.
   void train(StageRun run);
   // Enqueues the forward of any number of micro-batches.
   void forward(StageRun run);
   // The last chunk's output, see StageRun; defined on its stage alone.
   const Tensor& output() const { return stage_.output(); }
   int last_stage() const;
+  // The copy of a shared weight, if this rank has one; waits.
+  void write_shared(int param, const std::vector<float>& values) { shared_.write(param, values); }
+  // Collective, after weights were changed.
+  void share_weights() { shared_.share_weights(); }
   // Throws what went wrong between the stages. Blocks until all transfers are through.
   void wait();
 
@@ -36,6 +41,7 @@ class PipelineRun {
 
   Communicator& group_;
   Stream& compute_;
+  SharedParams shared_;
   ModelStage stage_;
   pipeline::Executor training_;
   std::map<size_t, std::unique_ptr<pipeline::Executor>> forward_only_;  // by number of micro-batches

@@ -48,8 +48,9 @@ std::vector<LayerRange> chunks_of(const Model& model, int num_chunks, const std:
   return chunks;
 }
 
-void take_params(StagePart& part, const Model& model, const std::vector<bool>& held) {
-  part.registry = model.registry.part(held, &part.local);
+void take_params(StagePart& part, const Model& model, const std::vector<bool>& held,
+                 const std::vector<size_t>& chunk_of) {
+  part.registry = model.registry.part(held, chunk_of, &part.local);
   part.whole.resize(part.registry.specs().size());
   for (size_t param = 0; param < part.local.size(); ++param)
     if (part.local[param] >= 0) part.whole[static_cast<size_t>(part.local[param])] = static_cast<int>(param);
@@ -71,22 +72,24 @@ StagePart make_stage_part(const Model& model, const pipeline::Schedule& schedule
   for (size_t param = 0; param < model.registry.specs().size(); ++param) {
     const std::vector<int>& layers = model.registry.layers_of(static_cast<int>(param));
     const size_t chunk = chunk_of[static_cast<size_t>(layers.front())];
-    for (const int layer : layers)
-      require<NotAvailable>(chunk_of[static_cast<size_t>(layer)] == chunk, "the parameter '",
-                            model.registry.specs()[param].name, "' is used by chunks ", chunk, " and ",
-                            chunk_of[static_cast<size_t>(layer)],
-                            " of the pipeline, which this version does not share between them; use a model "
-                            "with tied=False");
+    const size_t last_chunk = chunk_of[static_cast<size_t>(layers.back())];
+    require<NotAvailable>(chunk == last_chunk || layers.size() == 2, "the parameter '",
+                          model.registry.specs()[param].name, "' is used ", layers.size(),
+                          " times in chunks ", chunk, " to ", last_chunk,
+                          " of the pipeline; this version shares one between two uses");
+    if (chunk != last_chunk)
+      part.shared.push_back({static_cast<int>(param), rank_of[chunk], rank_of[last_chunk]});
     part.stage_of.push_back(rank_of[chunk]);
   }
-  take_params(part, model, held);
+  take_params(part, model, held, chunk_of);
   return part;
 }
 
 StagePart whole_model(const Model& model) {
   StagePart part{.chunks = {{0, model.layers.size()}},
                  .stage_of = std::vector<int>(model.registry.specs().size(), 0)};
-  take_params(part, model, std::vector<bool>(model.layers.size(), true));
+  take_params(part, model, std::vector<bool>(model.layers.size(), true),
+              std::vector<size_t>(model.layers.size(), 0));
   return part;
 }
 

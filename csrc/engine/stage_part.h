@@ -9,11 +9,19 @@
 
 namespace polyreme {
 
+// A parameter that two chunks use, once each: that of its first use owns it.
+struct SharedParam {
+  int param = -1;  // of the model
+  int owner = 0;   // the stage of the owning chunk
+  int user = 0;    // that of the other one, maybe the same
+};
+
 // The part of a model that a rank of the pipeline holds: the layers of its chunks and their parameters.
 struct StagePart {
   std::vector<LayerRange> chunks;  // of the whole pipeline, by chunk
   std::vector<int> stage_of;       // the stage that holds each parameter of the model
-  ParamRegistry registry;          // this rank's parameters, in the model's order
+  ParamRegistry registry;  // this rank's parameters, in the model's order; shared ones at the owner alone
+  std::vector<SharedParam> shared;
   std::vector<int> local;  // the index in `registry` of each parameter of the model; -1: on another stage
   std::vector<int> whole;  // the index in the model of each parameter of `registry`
 };
@@ -22,7 +30,7 @@ struct StagePart {
 StagePart whole_model(const Model& model);
 // `split`: blocks of the model for each chunk; empty: by cost. Throws InvalidArgument, with the numbers that
 // work, for a model of fewer parts than chunks and a split that does not fit it; NotAvailable for a parameter
-// that two chunks use.
+// that two chunks use three times or more.
 StagePart make_stage_part(const Model& model, const pipeline::Schedule& schedule, int stage,
                           const std::vector<int>& split);
 

@@ -56,6 +56,7 @@ void Engine::write_state(std::span<const StateRange> ranges, std::span<const std
     copy_from_host(*stream_, from.data() + offset, tensor);
   });
   params_.weights.gather_updated();
+  if (pipeline_) pipeline_->share_weights();
   stream_->synchronize();
   background().synchronize();
 }

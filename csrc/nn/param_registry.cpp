@@ -34,14 +34,16 @@ ParamUse ParamRegistry::declare_use(const std::string& name) {
   return {param, static_cast<int>(layers.size()) - 1};
 }
 
-ParamRegistry ParamRegistry::part(const std::vector<bool>& held, std::vector<int>* local) const {
+ParamRegistry ParamRegistry::part(const std::vector<bool>& held, const std::vector<size_t>& chunk_of,
+                                  std::vector<int>* local) const {
   ParamRegistry result;
   local->assign(specs_.size(), -1);
   for (size_t param = 0; param < specs_.size(); ++param) {
+    const auto first = static_cast<size_t>(use_layers_[param].front());
+    if (!held[first]) continue;
     std::vector<int> layers;
     for (const int layer : use_layers_[param])
-      if (held[static_cast<size_t>(layer)]) layers.push_back(layer);
-    if (layers.empty()) continue;
+      if (chunk_of[static_cast<size_t>(layer)] == chunk_of[first]) layers.push_back(layer);
     (*local)[param] = static_cast<int>(result.specs_.size());
     result.specs_.push_back(specs_[param]);
     result.use_layers_.push_back(std::move(layers));

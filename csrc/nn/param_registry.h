@@ -30,9 +30,10 @@ class ParamRegistry {
   const std::vector<int>& layers_of(int param) const { return use_layers_[static_cast<size_t>(param)]; }
   // Throws InvalidArgument for an unknown name.
   int index(const std::string& name) const;
-  // The parameters that the layers with held[layer] use, in order, with those uses alone. local[i] is set to
-  // the index there of parameter i, or -1.
-  ParamRegistry part(const std::vector<bool>& held, std::vector<int>* local) const;
+  // The parameters whose first use is in a layer with held[layer], in order, with their uses in layers of the
+  // same chunk_of[layer]. local[i] is set to the index there of parameter i, or -1.
+  ParamRegistry part(const std::vector<bool>& held, const std::vector<size_t>& chunk_of,
+                     std::vector<int>* local) const;
 
  private:
   int find(const std::string& name) const;  // -1 if unknown

@@ -125,6 +125,11 @@ void cross_entropy_forward(Stream& stream, const Tensor& logits, const Tensor& t
 void cross_entropy_backward(Stream& stream, const Tensor& logits, const Tensor& targets,
                             const Tensor& log_sum_exp, float scale);
 
+// ---- equal bits? ----------------------------------------------------------------------------------
+// out (one int64): a hash of the bytes of `x`, any dtype. Of two tensors of one size that differ in some bits
+// it is the same by chance alone, one in 2^64; not meant against an adversary.
+void fingerprint(Stream& stream, const Tensor& x, const Tensor& out);
+
 // ---- order-free scalars ---------------------------------------------------------------------------
 // `limbs`: int64 [ExactSum::kLimbs], an exact accumulator; fill it with zero bytes first.
 void zero_limbs(Stream& stream, const Tensor& limbs);

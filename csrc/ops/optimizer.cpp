@@ -1,6 +1,8 @@
+#include <atomic>
 #include <cmath>
 
 #include "ops/check.h"
+#include "ops/cpu/elements.h"
 #include "ops/cpu/enqueue.h"
 #include "ops/cpu/exact.h"
 #include "ops/cpu/kernels/optimizer.h"
@@ -104,6 +106,44 @@ cpu::AdamWArgs moment_args(const Tensor& param, const Tensor& grad, const Tensor
 }
 
 }  // namespace
+
+void accumulate(Stream& stream, const Tensor& x, const Tensor& out, const Tensor& not_finite) {
+  constexpr const char* kOp = "accumulate";
+  check_float({kOp, "x"}, x);
+  check_dense({kOp, "out"}, out, x.shape());
+  check_apart({kOp, "out"}, out, x);
+  check_dense({kOp, "not_finite"}, not_finite, {1}, DType::kI32);
+  const ElementPointer terms(x);
+  float* const data = out.address<float>();
+  int32_t* const flag = not_finite.address<int32_t>();
+  as_cpu(stream).enqueue(
+      {kOp, OpKind::kElementwise}, {reads(x), reads(out), writes(out), reads(not_finite), writes(not_finite)},
+      [=, n = x.numel()](const CpuContext& context) {
+        const auto kernel = pick(context.isa, cpu::avx2::accumulate, cpu::avx512::accumulate);
+        for_ranges(context.pool, n, kGrain, [&](int64_t begin, int64_t end) {
+          if (kernel(terms.type, terms + begin, data + begin, end - begin))
+            std::atomic_ref(*flag).store(1, std::memory_order_relaxed);
+        });
+      });
+}
+
+void scale(Stream& stream, const Tensor& x, float factor) {
+  check_float({"scale", "x"}, x);
+  const ElementPointer data(x);
+  as_cpu(stream).enqueue(
+      {"scale", OpKind::kElementwise}, {reads(x), writes(x)}, [=, n = x.numel()](const CpuContext& context) {
+        const auto kernel = pick(context.isa, cpu::avx2::scale, cpu::avx512::scale);
+        for_ranges(context.pool, n, kGrain,
+                   [&](int64_t begin, int64_t end) { kernel(data.type, data + begin, factor, end - begin); });
+      });
+}
+
+void clear_flags(Stream& stream, const Tensor& flags) {
+  check_dense({"clear_flags", "flags"}, flags, DType::kI32);
+  int32_t* const data = flags.address<int32_t>();
+  as_cpu(stream).enqueue({"clear_flags"}, {writes(flags)},
+                         [=, n = flags.numel()](const CpuContext&) { std::fill(data, data + n, 0); });
+}
 
 void adamw(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& m, const Tensor& v,
            const Tensor& scale, const AdamWOptions& options) {

@@ -28,6 +28,14 @@ double norm_value(std::span<const int64_t> sums, double p);
 void clip_scale(Stream& stream, const Tensor& sums, float max_norm, const Tensor& scale,
                 double multiplier = 1.0, double p = 2.0);
 
+// ---- gradients --------------------------------------------------------------------------------------
+// out += x (fp32, bf16 or fp16), and not_finite (one int32) becomes 1 if x has NaN or infinity.
+void accumulate(Stream& stream, const Tensor& x, const Tensor& out, const Tensor& not_finite);
+// x *= factor; x: fp32, bf16 or fp16, rounded once.
+void scale(Stream& stream, const Tensor& x, float factor);
+// Zeros (int32).
+void clear_flags(Stream& stream, const Tensor& flags);
+
 // ---- AdamW (Loshchilov & Hutter 2019) ---------------------------------------------------------------
 struct AdamWOptions {
   double lr, beta1, beta2, eps, weight_decay;

@@ -89,6 +89,20 @@ std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const ShardMap& map, i
       concat("unknown optimizer rule '", options.rule, "'; expected adamw, sgd, lion, lamb or muon"));
 }
 
+std::string describe(const OptimizerOptions& options) {
+  std::string text = concat(options.rule, " betas=", options.beta1, ",", options.beta2, " eps=", options.eps,
+                            " momentum=", options.momentum);
+  const auto list = [&text](const char* name, const auto& values) {
+    text += concat(" ", name, "=");
+    for (const auto value : values) text += concat(+value, " ");
+  };
+  list("weight_decay", options.weight_decay);
+  list("lr_multiplier", options.lr_multiplier);
+  list("trainable", options.trainable);
+  list("elementwise", options.elementwise);
+  return text;
+}
+
 std::vector<int> state_groups(std::span<const ParamSpec> specs, const OptimizerOptions& options) {
   std::vector<int> groups;
   for (size_t i = 0; i < specs.size(); ++i) {

@@ -74,6 +74,9 @@ class Optimizer {
 std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const ShardMap& map, int64_t shard,
                                           Communicator* shard_group, const OptimizerOptions& options);
 
+// All constants in words, to be compared between ranks.
+std::string describe(const OptimizerOptions& options);
+
 // Parameters of different groups should not share a unit (UnitOptions::group_of_param): then no state is kept
 // for parameters that need none.
 std::vector<int> state_groups(std::span<const ParamSpec> specs, const OptimizerOptions& options);

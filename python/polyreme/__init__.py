@@ -29,14 +29,18 @@ if TYPE_CHECKING:
     )
     from .gemm_rate import measure_peak_flops
     from .generation import generate
+    from .loss_scaler import LossScaler
     from .mesh import Mesh
-    from .optim import SGD, AdamW
+    from .norms import clip_grad_norm
+    from .optim import LAMB, SGD, AdamW, Lion, Muon
     from .progress import Progress
+    from .sharded_optimizer import ShardedOptimizer, UpdateStats
     from .trainer import StepStats, Trainer
     from .world import Lanes, World, init
     from .zero import Zero
 
 __all__ = [
+    "LAMB",
     "SGD",
     "AdamW",
     "CheckpointCorrupt",
@@ -48,19 +52,25 @@ __all__ = [
     "Error",
     "InvalidArgument",
     "Lanes",
+    "Lion",
+    "LossScaler",
     "Mesh",
+    "Muon",
     "NotAvailable",
     "NumericError",
     "OutOfMemory",
     "PeerLost",
     "Progress",
+    "ShardedOptimizer",
     "StepStats",
     "Timeout",
     "Trainer",
+    "UpdateStats",
     "World",
     "Zero",
     "__version__",
     "checkpoint",
+    "clip_grad_norm",
     "data",
     "errors",
     "generate",
@@ -73,14 +83,17 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    **dict.fromkeys(("SGD", "AdamW"), "optim"),
+    **dict.fromkeys(("LAMB", "SGD", "AdamW", "Lion", "Muon"), "optim"),
+    **dict.fromkeys(("ShardedOptimizer", "UpdateStats"), "sharded_optimizer"),
     **dict.fromkeys(("StepStats", "Trainer"), "trainer"),
     **dict.fromkeys(("Lanes", "World", "init"), "world"),
+    "LossScaler": "loss_scaler",
     "Checkpointer": "checkpoint",
     "Mesh": "mesh",
     "Progress": "progress",
     "Zero": "zero",
     "__version__": "_core",
+    "clip_grad_norm": "norms",
     "generate": "generation",
     "measure_peak_flops": "gemm_rate",
 }

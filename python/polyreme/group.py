@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
+from .arrays import readable
 from .checks import check_int, check_timeout
 from .errors import InvalidArgument
 
@@ -121,7 +122,7 @@ class Group:
 
         Returns: as all_reduce, of shape [array.shape[0] / size, ...].
         """
-        array = _readable(array)
+        array = readable(array)
         rows = self._rows_each("reduce_scatter", array)
         out = _output("reduce_scatter", out, array, (rows, *array.shape[1:]))
         return self._finish(self._core.reduce_scatter(array, out, op), out, wait)
@@ -136,7 +137,7 @@ class Group:
 
         Returns: as all_reduce, of shape [sum of the first dims, ...].
         """
-        array = _readable(array)
+        array = readable(array)
         width = math.prod(array.shape[1:])
         counts = [] if rows is None else [n * width for n in self._check_rows("all_gather: rows", rows)]
         total = self.size * array.shape[0] if rows is None else sum(rows)
@@ -168,7 +169,7 @@ class Group:
 
         Returns: as all_reduce.
         """
-        array = _readable(array)
+        array = readable(array)
         if (send_rows is None) != (receive_rows is None):
             raise InvalidArgument(
                 "all_to_all: send_rows and receive_rows come together; one of them is missing"
@@ -210,7 +211,7 @@ class Group:
 
         Returns: None, or its `Work` if not `wait`.
         """
-        to = [(_readable(array), self._check_member("exchange: receiver", peer)) for array, peer in sends]
+        to = [(readable(array), self._check_member("exchange: receiver", peer)) for array, peer in sends]
         source = [(array, self._check_member("exchange: sender", peer)) for array, peer in receives]
         return self._finish(self._core.exchange(to, source), None, wait)
 
@@ -248,13 +249,6 @@ class Group:
                 f"{what}: the first dim of {tuple(array.shape)} must be a multiple of the {self.size} members"
             )
         return int(rows) // self.size
-
-
-def _readable(array: Any) -> Any:
-    """`array` in C order with at least one dim, copied only where it must be."""
-    if isinstance(array, np.ndarray) or not hasattr(array, "__dlpack__"):
-        return np.ascontiguousarray(array)
-    return array.contiguous() if hasattr(array, "contiguous") else array
 
 
 def _copy(what: str, array: Any) -> NDArray[Any]:

@@ -80,6 +80,8 @@ class Trainer:
         frozen: patterns of names (as in fnmatch) of parameters that do not learn: ["wte.*", "h.0.*"]. They have
             neither gradient nor optimizer state, and backward ends with the first layer that learns.
 
+        check_every: steps between two calls of `check_replicas`; 0: none.
+
     Raises:
         InvalidArgument: sizes that do not fit together, naming them; a pattern that matches nothing.
         NotAvailable: options of a later version.
@@ -107,6 +109,7 @@ class Trainer:
         schedule: ScheduleKind | FixedSchedule | None = None,
         split: Sequence[int] | None = None,
         frozen: Sequence[str] = (),
+        check_every: int = 0,
     ) -> None:
         check_type("model", model, Model, "a polyreme.models.GPT or Llama")
         check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
@@ -116,7 +119,7 @@ class Trainer:
                     f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp and pp only; use"
                     f" pr.Mesh(world, dp={mesh.world.size})"
                 )
-        check_type("optimizer", optimizer, optim.Optimizer, "a polyreme.AdamW or polyreme.SGD")
+        check_type("optimizer", optimizer, optim.Optimizer, "a rule such as polyreme.AdamW()")
         if lanes is not None:
             check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")
         lanes = lanes or Lanes()
@@ -133,6 +136,7 @@ class Trainer:
         self.optimizer = optimizer
         self.global_batch = global_batch
         self.seed = seed
+        self.check_every = check_int("check_every", check_every, 0)
         self.frozen = _matching(self.parameter_names(), frozen)
         self.peak_flops: float | None = None
         lists = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
@@ -152,11 +156,12 @@ class Trainer:
             round_first=lanes.order == "round_first",
             prefetch=zero.prefetch,
             persist_below=zero.persist_below,
-            weight_decay=optimizer.decay_of(model.param_specs()),
+            optimizer={
+                **optimizer.core_options(model.param_specs()),
+                "trainable": [int(name not in self.frozen) for name in self.parameter_names()],
+            },
             schedule=lists._core if lists is not None else None,
             split=_split(split, lists),
-            trainable=[name not in self.frozen for name in self.parameter_names()],
-            **optimizer._constants(),
         )
         self.lanes = replace(lanes, dp=self._engine.lanes_dp)
         self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints
@@ -323,6 +328,8 @@ class Trainer:
     def _stats(self, raw: dict[str, Any], lr: float, seconds: float) -> StepStats:
         flops = self.model.flops_per_token() * raw["tokens"]
         mfu = flops / seconds / self.peak_flops if self.peak_flops and seconds > 0 else None
+        if self.check_every and self.applied_steps % self.check_every == 0:
+            self._engine.check_replicas()
         stats = StepStats(step=self.applied_steps, lr=lr, seconds=seconds, mfu=mfu, **raw)
         if self._recorder is not None:
             self._recorder.record(self, stats)
@@ -364,6 +371,16 @@ class Trainer:
         zero=0.
         """
         return self._engine.read_param(name, kind)
+
+    def check_replicas(self) -> None:
+        """Compares what several ranks hold alike, weights and optimizer state: a hash of each tensor. Collective.
+
+        A flipped bit, or a script that changed one rank's weights, would otherwise go unnoticed.
+
+        Raises:
+            NumericError: on every rank, naming a tensor and the ranks that have it otherwise than most.
+        """
+        self._engine.check_replicas()
 
     def memory(self, *, step: bool = False) -> dict[str, int]:
         """Bytes of this rank by what they are for, computed from how parameters are divided; not collective.

@@ -14,6 +14,7 @@ from polyreme.bench.comm import render_comm
 from polyreme.bench.contender import Contender
 from polyreme.bench.gemm import bench_gemm, render_gemm
 from polyreme.bench.mpi_rival import find_open_mpi
+from polyreme.bench.optim import render_optim
 from polyreme.bench.step import StepOptions, bench_step, render_step
 from polyreme.errors import Error, NotAvailable
 
@@ -271,6 +272,7 @@ def test_comm_without_open_mpi(monkeypatch):
         ("step", ["--batch", 2, "--micro-batch", 3], ["batch=2", "micro_batch=3"]),
         ("step", ["--steps", 0], ["steps=0"]),
         ("step", ["--ranks", -1], ["ranks=-1", "at least 1"]),
+        ("step", ["--precision", "fp16", "--against", "torch"], ["--against torch", "fp32 and bf16", "fp16"]),
         ("step", ["--zero", 4], ["zero=4", "from 0 to 3"]),
         ("step", ["--ranks", 2, "--against", "torch"], ["--against torch", "--ranks 2", "torch-ddp"]),
         ("comm", ["--ranks", 1], ["ranks=1", "2 ranks"]),
@@ -291,6 +293,15 @@ def _size(shape):
     for dim in shape:
         result *= dim
     return result
+
+
+def test_optim():
+    result = bench("optim", "--count", 4096, "--repeats", 2, size=[])
+    assert [row["rule"] for row in result["rules"]] == ["adamw", "sgd", "lion"]
+    for row in result["rules"]:
+        assert row["ratio"] == pytest.approx(row["gb_per_s"] / row["triad_gb_per_s"])
+        assert row["gb_per_s"] > 0
+    assert "adamw" in "\n".join(render_optim(result))
 
 
 def test_checkpoint_json(tmp_path):

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import polyreme as pr
 import pytest
@@ -229,6 +230,29 @@ def test_f24_signals(whole_run, tmp_path):
     saved = complete_steps(tmp_path / "a")
     assert len(saved) == 2
     assert not steps or saved[-1] >= steps[-1]
+
+
+@pytest.mark.mp
+@pytest.mark.parametrize("times", [1, 2])
+def test_f24_sigterm_outside_of_fit(tmp_path, times):
+    """It ends the process with `with`, or at once when it comes twice."""
+    script = (
+        "import sys, time, polyreme as pr\n"
+        "with pr.Checkpointer(sys.argv[1]):\n"
+        "    print('in', flush=True)\n"
+        "    for _ in range(200):\n"
+        "        time.sleep(0.01)\n"
+        "    print('left', flush=True)\n"
+        "print('out', flush=True)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "a")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=clean_environment())
+    assert next(process.stdout) == "in\n"
+    for _ in range(times):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    assert process.stdout.read() == ("left\n" if times == 1 else "")
+    assert process.wait(timeout=60) == -signal.SIGTERM
 
 
 @pytest.mark.mp

@@ -168,3 +168,62 @@ def test_o_op_04_decay_by_dims_and_by_name(dp, zero, rule):
             assert np.unique(trainer.parameter(name)) == [expected], name
 
     run_ranks(dp, run)
+
+
+WHOLE_RULES = {
+    "lion": pr.Lion(lr=1e-3, weight_decay=0.1),
+    "lamb": pr.LAMB(lr=1e-2, weight_decay=0.1),
+    "muon": pr.Muon(lr=1e-2, weight_decay=0.1, lr_rules={"h.0.*": 0.5}),
+}
+
+
+@pytest.mark.parametrize("rule", WHOLE_RULES)
+def test_rules_have_the_same_bits_on_every_layout_and_stage(rule):
+    """Also those whose update of an element needs a whole parameter, of which a rank has a part."""
+    kinds = {"lion": ["exp_avg"], "lamb": ["exp_avg", "exp_avg_sq"], "muon": []}[rule]
+
+    def run(world, zero):
+        trainer, _ = updates(world, WHOLE_RULES[rule], 2, zero)
+        state = [trainer.optimizer_state(name, kind) for name in DIMS for kind in kinds]
+        return [array.tobytes() for array in [*(trainer.parameter(name) for name in DIMS), *state]]
+
+    (reference,) = run_ranks(1, lambda world: run(world, 0))
+    for dp, zero in ((2, 0), (2, 1), (2, 2), (2, 3)):
+        assert run_ranks(dp, lambda world, zero=zero: run(world, zero)) == [reference] * dp, (dp, zero)
+
+
+def test_muon_follows_the_definition(world):
+    """A matrix of the model in float64; embeddings, head and vectors take AdamW."""
+    momentum, lr, decay = 0.875, 0.125, 0.25
+    optimizer = pr.Muon(lr=lr, momentum=momentum, weight_decay=decay, eps=1e-4)
+    trainer, history = updates(world, optimizer, 3)
+    name = "h.0.mlp.fc.weight"
+    weight = history[0][0][name].astype(np.float64)
+    buffer = np.zeros_like(weight)
+    for _, gradients in history:
+        gradient = gradients[name].astype(np.float64)
+        buffer = momentum * buffer + (1 - momentum) * gradient
+        x = (1 - momentum) * gradient + momentum * buffer
+        x /= np.linalg.norm(x)
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        weight = weight * (1 - lr * decay) - lr * 0.2 * max(weight.shape) ** 0.5 * x
+    np.testing.assert_allclose(trainer.parameter(name), weight, rtol=1e-4, atol=1e-5)
+    assert trainer.optimizer_state(name, "momentum").shape == weight.shape
+    for vector in ("h.0.mlp.fc.bias", "wte.weight", "lm_head.weight"):
+        assert trainer.optimizer_state(vector, "exp_avg_sq").any()
+
+
+def test_factors_of_the_learning_rate_by_name(world):
+    optimizer = pr.SGD(lr=0.5, lr_rules={"h.0.*": 0.5, "wte.*": 0.0})
+    trainer, [(before, gradient)] = updates(world, optimizer, 1)
+    for name in DIMS:
+        factor = 0.25 if name.startswith("h.0.") else 0.0 if name.startswith("wte.") else 0.5
+        expected = before[name] - factor * gradient[name]
+        np.testing.assert_allclose(trainer.parameter(name), expected, rtol=1e-6, atol=1e-8, err_msg=name)
+    refused(
+        pr.InvalidArgument,
+        ["lr_rules", "'x.*'"],
+        lambda: make_trainer(world, MODEL, optimizer=pr.SGD(lr_rules={"x.*": 1.0})),
+    )

@@ -102,6 +102,26 @@ def errors(ends, survivors):
     return [ends[rank][2].strip().splitlines()[-1] for rank in survivors]
 
 
+def test_the_scaling_benchmark_makes_worlds_over_both(hosts, tmp_path):
+    """Sizes within the first host, and over both: 1, 2 and 4 ranks."""
+    path = tmp_path / "scaling.py"
+    path.write_text(
+        """if True:
+        from polyreme.cli.main import main
+
+        tiny = "--layers 1 --hidden 16 --heads 2 --vocab 31 --seq-len 8 --repeats 1 --zero 1"
+        raise SystemExit(main(["bench", "scaling", *tiny.split(), "--json"]))
+        """
+    )
+    hosts.start(path)
+    ends = hosts.ends()
+    assert [(code, err) for code, _, err in ends] == [(0, "")] * 4
+    records = [json.loads(line) for line in ends[0][1].splitlines()]
+    assert [record["size"] for record in records if record["record"] == "summary"] == [1, 2, 4]
+    assert len(set(records[0]["hosts"])) == 2
+    assert all(out == "" for _, out, _ in ends[1:])
+
+
 def test_f16_a_rank_killed_on_the_other_host_is_named_by_all(hosts, script):
     path = script(REDUCE)
     start(hosts, path)

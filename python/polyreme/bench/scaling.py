@@ -256,7 +256,8 @@ def render_scaling(settings: dict[str, Any], rows: list[dict[str, Any]]) -> list
         f"{settings['launcher']}: {settings['ranks']} ranks on {len(set(settings['hosts']))} host(s);"
         f" {'pinned' if settings['pinned'] else 'not pinned'}; load {settings['load_average']:.1f}; {settings['device']}",
         "efficiency: tokens/s for each rank over those of the smallest size, with its 95 % interval; CPU: processor time of"
-        f" the busiest rank over time, {100 * settings['threads']}% on a quiet machine",
+        f" the busiest rank over time, {100 * settings['threads']}% on a quiet machine;"
+        " collectives: time in flight, hidden behind computation or not",
         f"{'kind':6} {'zero':>4} {'precision':9} {'sums':7} {'bucket':>7} {'overlap':>7} {'ranks':>5} {'batch':>5} {'s/step':>8} {'tokens/s':>10}"
         f" {'efficiency':>10} {'interval':>16} {'CPU':>6} {'collectives':>11} {'memory':>10}",
     ]

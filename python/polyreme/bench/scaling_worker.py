@@ -5,14 +5,12 @@ The worlds meet through the job's own, in which the other ranks wait asleep. Ran
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import json
 import os
 import resource
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +20,7 @@ import numpy as np
 
 import polyreme as pr
 from polyreme.environment import RankEnvironment, read_rank_environment
+from polyreme.environment.meeting import listen
 from polyreme.errors import Error, InvalidArgument
 from polyreme.launch.env import usable_cpus
 
@@ -141,25 +140,22 @@ class _Job:
                     break
         return found
 
-    @contextlib.contextmanager
-    def make_environment(self, size: int, turn: int) -> Any:
-        """Who this rank is in a world of the first `size` ranks; rank 0 has a port, and tells it with a secret."""
+    def make_environment(self, size: int, turn: int) -> RankEnvironment | None:
+        """Who this rank is in a world of the first `size` ranks, or None; rank 0 tells its port and a secret."""
         if size == 1:
-            yield RankEnvironment()
-            return
+            return RankEnvironment() if self.world.rank == 0 else None
         token = np.zeros(33, dtype=np.int64)
         listener = None
         if self.world.rank == 0:
-            listener = _listen(self.environment.master_addr)
+            listener = listen(self.environment.master_addr)
             token[0] = listener.getsockname()[1]
             token[1:] = list(secrets.token_bytes(32))
         token = self.group.broadcast(token)
         hosts = self.world.hosts[:size]
         if self.world.rank >= size:
-            yield None
-            return
+            return None
         here = [r for r in range(size) if hosts[r] == hosts[self.world.rank]]
-        yield RankEnvironment(
+        return RankEnvironment(
             launcher="bench scaling",
             rank=self.world.rank,
             size=size,
@@ -172,14 +168,6 @@ class _Job:
             store_fd=None if listener is None else listener.detach(),
             port_is_held=True,
         )
-
-
-def _listen(host: str) -> socket.socket:
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.bind(address)
-    listener.listen(socket.SOMAXCONN)
-    return listener
 
 
 def _measure(job: _Job, tell: Callable[[dict[str, Any], list[dict[str, Any]]], None]) -> None:
@@ -215,9 +203,9 @@ def _measure(job: _Job, tell: Callable[[dict[str, Any], list[dict[str, Any]]], N
 def _turn(job: _Job, case: Case, number: int) -> dict[str, Any]:
     """One turn; the same on every rank of the job: the slowest rank's seconds, the largest rank's memory."""
     result: dict[str, Any] = dict.fromkeys(_NUMBERS, 0.0)
-    with job.make_environment(case.size, number) as environment:
-        if job.world.rank < case.size:
-            result.update(_train(job, case, environment))
+    environment = job.make_environment(case.size, number)
+    if environment is not None:
+        result.update(_train(job, case, environment))
     gc.collect()  # the trainer's memory, before the next turn takes its own
     values = np.array([result[name] for name in _NUMBERS])
     largest = job.group.all_reduce(values, "max")

@@ -58,7 +58,7 @@ class StepOptions:
                 f"bench step: batch={self.batch}, micro_batch={self.micro_batch}, steps={self.steps};"
                 " expected 1 <= micro_batch <= batch and steps >= 1"
             )
-        check_rivals(list(self.against), self.ranks, self.batch, self.micro_batch)
+        check_rivals(list(self.against), self.ranks, self.precision, self.batch, self.micro_batch)
 
 
 def bench_step(options: StepOptions) -> dict[str, Any]:

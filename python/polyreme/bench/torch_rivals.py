@@ -187,7 +187,7 @@ RIVALS: dict[str, Callable[[dict[str, Any]], Step]] = {
 DISTRIBUTED = ("torch-ddp", "torch-fsdp", "deepspeed")
 
 
-def check_rivals(names: list[str], ranks: int, batch: int, micro_batch: int) -> None:
+def check_rivals(names: list[str], ranks: int, precision: str, batch: int, micro_batch: int) -> None:
     """Refuses what cannot run here.
 
     Raises:
@@ -201,6 +201,8 @@ def check_rivals(names: list[str], ranks: int, batch: int, micro_batch: int) -> 
             raise InvalidArgument(
                 f"--against {name}: it trains in one process; with --ranks {ranks} compare with torch-ddp"
             )
+        if precision not in ("fp32", "bf16"):
+            raise InvalidArgument(f"--against {name}: it runs in fp32 and bf16, not in {precision!r}")
         if name == "deepspeed" and batch % micro_batch:
             raise InvalidArgument(
                 f"--against deepspeed: --batch {batch} must be a multiple of --micro-batch {micro_batch}"

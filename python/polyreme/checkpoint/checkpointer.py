@@ -90,7 +90,8 @@ class Checkpointer:
             path and errno in the log and in `stats`. "warn": nothing else; "raise": the next call raises it.
         fallback: whether loading the newest checkpoint goes on to the one before if it is damaged.
         signals: inside `with`, on the main thread: SIGUSR1 saves after the running step of `fit`; SIGTERM saves,
-            waits for it, and then ends the process as it would have without.
+            waits for it, and then ends the process as it would have without. Outside of `fit` that is the end of
+            `with`; a second SIGTERM ends it at once.
         timeout_s: how long the ranks wait for each other's files.
 
     Raises:
@@ -137,6 +138,7 @@ class Checkpointer:
         self._job: SaveJob | None = None
         self._thread: threading.Thread | None = None
         self._unraised: Error | None = None
+        self._last_due: int | None = None
         self._signalled: set[int] = set()
         self._handlers: dict[int, Any] = {}
         if world is not None:
@@ -175,6 +177,9 @@ class Checkpointer:
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
+            if signal.SIGTERM in self._signalled:
+                self._signalled.clear()
+                signal.raise_signal(signal.SIGTERM)
 
     def _open(self, world: World) -> _core.World:
         """Binds to the ranks at the first use. Collective."""
@@ -449,6 +454,9 @@ class Checkpointer:
     # ---- inside fit ----
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and number in self._signalled:  # a second time: at once
+            signal.signal(number, self._handlers.get(number, signal.SIG_DFL))
+            signal.raise_signal(number)
         self._signalled.add(number)
 
     def _after_step(self, trainer: Any, step: int, *, last: bool) -> None:
@@ -456,17 +464,21 @@ class Checkpointer:
         core = self._open(trainer.mesh.world)
         signals = 0
         if self._use_signals:
-            own = sum(1 << _SIGNALS.index(signal.Signals(n)) for n in self._signalled)
+            came = set(self._signalled)
+            self._signalled -= came
+            own = sum(1 << _SIGNALS.index(signal.Signals(n)) for n in came)
             for text in gather(core, bytes([own]), "checkpoints: signals"):
                 signals |= text[0]
-        self._signalled.clear()
-        if last or signals or (self.every is not None and step % self.every == 0):
+        # A step that was skipped leaves `step` where it was: once is enough.
+        due = self.every is not None and step > 0 and step % self.every == 0 and step != self._last_due
+        if last or signals or due:
+            self._last_due = step
             self.save_async(trainer)
         if last or signals & 1:
             self.wait()
         if signals & 1:
+            self._signalled.add(signal.SIGTERM)
             self.close()
-            signal.raise_signal(signal.SIGTERM)
 
 
 def _state_of(core: _core.World, state: Any, *, writable: bool) -> State:

@@ -32,6 +32,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     comm.add_argument("--against", default="", metavar="LIST", help="gloo (through PyTorch), mpi (Open MPI)")
     comm.add_argument("--json", action="store_true", help="print the result as JSON")
+    rules = kinds.add_parser("optim", help="update rules against a triad, both bound by memory")
+    rules.add_argument("--count", type=int, default=1 << 25, metavar="N", help="elements (default 2^25)")
+    rules.add_argument("--repeats", type=int, default=9, metavar="N", help="runs, in turn (default 9)")
+    rules.add_argument("--threads", type=int, default=1, metavar="N", help="(default 1)")
+    rules.add_argument("--isa", default="auto", help="auto, avx2 or avx512 (default auto)")
+    rules.add_argument("--json", action="store_true", help="print the result as JSON")
     checkpoint = kinds.add_parser("checkpoint", help="saving and loading on a disk, of one rank")
     checkpoint.add_argument("--mib", type=int, default=1024, metavar="N", help="of state (default 1024)")
     checkpoint.add_argument("--repeats", type=int, default=5, metavar="N", help="turns of each (default 5)")
@@ -100,9 +106,7 @@ def run(args: argparse.Namespace) -> int:
         if args.kind == "scaling":
             return bench_scaling.run(args, _gpt(args))
         with signals_raise():
-            result, lines = {"checkpoint": _checkpoint, "comm": _comm, "gemm": _gemm, "step": _step}[
-                args.kind
-            ](args)
+            result, lines = _KINDS[args.kind](args)
     except (InvalidArgument, LaunchError) as error:  # of what the command line says
         raise UsageError(str(error)) from error
     print(json.dumps(result, indent=2) if args.json else "\n".join(lines))
@@ -119,6 +123,13 @@ def _gpt(args: argparse.Namespace) -> GPT:
     return GPT(
         layers=args.layers, hidden=args.hidden, heads=args.heads, vocab=args.vocab, seq_len=args.seq_len
     )
+
+
+def _optim(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from polyreme.bench.optim import bench_optim, render_optim
+
+    result = bench_optim(count=args.count, threads=args.threads, isa=args.isa, repeats=args.repeats)
+    return result, render_optim(result)
 
 
 def _comm(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -180,3 +191,6 @@ def _step(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     bench_scaling.check_available([args.zero], [args.precision], args.isa)
     result = bench_step(options)
     return result, render_step(result)
+
+
+_KINDS = {"checkpoint": _checkpoint, "comm": _comm, "gemm": _gemm, "optim": _optim, "step": _step}

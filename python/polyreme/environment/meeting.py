@@ -90,7 +90,7 @@ def _at_agent(env: RankEnvironment, job_id: str, secret: str, limit_s: float) ->
         host, port = store.ask()
         yield Meeting(host=host, port=port, secret=secret or job_id, job_id=job_id, is_held=True)
         return
-    with _listen(env.master_addr) as listener:
+    with listen(env.master_addr) as listener:
         host, port = listener.getsockname()[:2]
         with store.told(host, port):
             fd = listener.detach()
@@ -108,7 +108,7 @@ def _at_file(env: RankEnvironment, job_id: str, secret: str, limit_s: float) -> 
         )
         return
     told_secret = "" if secret else secrets.token_hex(32)
-    with _listen(env.master_addr) as listener:
+    with listen(env.master_addr) as listener:
         host, port = listener.getsockname()[:2]
         with private_file.told(job_id, private_file.Told(host=host, port=port, secret=told_secret)):
             fd = listener.detach()
@@ -117,8 +117,12 @@ def _at_file(env: RankEnvironment, job_id: str, secret: str, limit_s: float) -> 
             )
 
 
-def _listen(host: str) -> socket.socket:
-    """A socket that listens at a free port of this address, and there only."""
+def listen(host: str) -> socket.socket:
+    """A socket that listens at a free port of this address, and there only.
+
+    Raises:
+        CommError: the address is none of this host.
+    """
     tried = []
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)

@@ -141,4 +141,27 @@ void weighted_sum(float a, const float* x, float b, const float* y, float* out, 
   }
 }
 
+bool accumulate(Element type, const void* x, float* out, int64_t n) {
+  bool not_finite = false;
+  with_element(type, [&](auto element) {
+    const auto* const terms = static_cast<const decltype(element)*>(x);
+    v16f spoiled = zero();  // NaN where a term was not finite
+    for_lanes(n, [&](int64_t i, auto lanes) {
+      const v16f term = load(terms + i, lanes);
+      spoiled = fma(term, zero(), spoiled);
+      store(out + i, load(out + i, lanes) + term, lanes);
+    });
+    not_finite = any(is_nan(spoiled));
+  });
+  return not_finite;
+}
+
+void scale(Element type, void* x, float factor, int64_t n) {
+  with_element(type, [=](auto element) {
+    auto* const data = static_cast<decltype(element)*>(x);
+    const v16f factors = broadcast(factor);
+    for_lanes(n, [=](int64_t i, auto lanes) { store(data + i, load(data + i, lanes) * factors, lanes); });
+  });
+}
+
 }  // namespace polyreme::cpu::POLYREME_ISA

@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include "ops/cpu/kernels/element.h"
+
 #define POLYREME_OPTIMIZER_KERNELS(isa)                                                            \
   namespace isa {                                                                                  \
   void adamw(const AdamWArgs& args, int64_t begin, int64_t end);                                   \
@@ -16,6 +18,10 @@
   void muon_momentum(const MomentumArgs& args, int64_t begin, int64_t end);                        \
   /* out = a * x + b * y; y may be null where b is 0. */                                           \
   void weighted_sum(float a, const float* x, float b, const float* y, float* out, int64_t n);      \
+  /* x *= factor. */                                                                               \
+  void scale(Element type, void* x, float factor, int64_t n);                                      \
+  /* out += x; whether x has NaN or infinity. */                                                   \
+  bool accumulate(Element type, const void* x, float* out, int64_t n);                             \
   }
 
 namespace polyreme::cpu {

@@ -1,4 +1,4 @@
-#include "engine/agreement.h"
+#include "mesh/agreement.h"
 
 #include "base/hash.h"
 #include "ops/ops.h"
@@ -9,21 +9,25 @@ Fact fact(const char* name, const std::string& text) {
   return {name, static_cast<int64_t>(text_hash(text)), text};
 }
 
+std::vector<int64_t> gather_values(Communicator& group, Stream& stream, const std::vector<int64_t>& mine) {
+  const auto width = static_cast<int64_t>(mine.size());
+  std::vector<int64_t> all(mine.size() * static_cast<size_t>(group.size()));
+  const WaitAtExit wait(stream);
+  const Tensor gathered = empty(stream.device(), DType::kI64, {group.size() * width}, "facts");
+  const Tensor own = gathered.slice(0, group.rank() * width, (group.rank() + 1) * width);
+  copy_from_host(stream, mine.data(), own);
+  group.all_gather(own, gathered, stream)->wait_on(stream);
+  copy_to_host(stream, gathered, all.data());
+  stream.synchronize();
+  return all;
+}
+
 int64_t agree(Communicator& group, Stream& stream, const std::vector<Fact>& facts,
               const std::exception_ptr& refusal, int64_t addend, const char* axis) {
   std::vector<int64_t> mine = {addend, refusal ? 1 : 0};
   for (const Fact& each : facts) mine.push_back(each.value);
   const auto width = static_cast<int64_t>(mine.size());
-  std::vector<int64_t> all(mine.size() * static_cast<size_t>(group.size()));
-  {
-    const WaitAtExit wait(stream);
-    const Tensor gathered = empty(stream.device(), DType::kI64, {group.size() * width}, "facts");
-    const Tensor own = gathered.slice(0, group.rank() * width, (group.rank() + 1) * width);
-    copy_from_host(stream, mine.data(), own);
-    group.all_gather(own, gathered, stream)->wait_on(stream);
-    copy_to_host(stream, gathered, all.data());
-    stream.synchronize();
-  }
+  const std::vector<int64_t> all = gather_values(group, stream, mine);
   if (refusal) std::rethrow_exception(refusal);
   int64_t sum = 0;
   std::string different;

@@ -17,6 +17,9 @@ struct Fact {
 Fact fact(const char* name, const std::string& text);
 inline Fact fact(const char* name, int64_t value) { return {name, value, std::to_string(value)}; }
 
+// mine[i] of every rank, rank after rank; as many on each. Waits for them.
+std::vector<int64_t> gather_values(Communicator& group, Stream& stream, const std::vector<int64_t>& mine);
+
 // All ranks throw, or none: `refusal` if this rank has one, otherwise InvalidArgument naming the ranks with
 // a refusal or with other facts. Returns the sum of `addend` over the ranks. Waits for them.
 int64_t agree(Communicator& group, Stream& stream, const std::vector<Fact>& facts,

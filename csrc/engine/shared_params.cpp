@@ -1,0 +1,96 @@
+#include "engine/shared_params.h"
+
+#include "ops/ops.h"
+
+namespace polyreme {
+
+SharedParams::SharedParams(const Model& model, const StagePart& part, Communicator& stages, Stream& stream,
+                           ParamStore& params)
+    : model_(model), part_(part), stages_(stages), stream_(stream), params_(params) {
+  for (const SharedParam& shared : part.shared) {
+    Share share{
+        .what = shared, .is_owner = shared.owner == stages.rank(), .is_user = shared.user == stages.rank()};
+    if (!share.is_owner && !share.is_user) continue;
+    if (share.is_owner) params.grads.defer(local_of(shared.param));
+    if (!share.is_owner) share.weight = new_tensor(share, "shared weight");
+    shares_.push_back(std::move(share));
+  }
+  params.set_shared(this);
+}
+
+int SharedParams::local_of(int param) const { return part_.local[static_cast<size_t>(param)]; }
+
+Tensor SharedParams::new_tensor(const Share& share, const char* label) const {
+  const ParamSpec& spec = model_.registry.specs()[static_cast<size_t>(share.what.param)];
+  return empty(stream_.device(), DType::kF32, spec.padded_shape, label);
+}
+
+SharedParams::Share* SharedParams::find(int param) {
+  for (Share& share : shares_)
+    if (share.what.param == param && share.is_user) return &share;
+  return nullptr;
+}
+
+void SharedParams::begin_step() {
+  for (Share& share : shares_) {
+    share.grads.clear();
+    share.is_begun = false;
+  }
+}
+
+Tensor SharedParams::grad(int param) {
+  Share& share = *find(param);
+  if (!share.is_begun) {
+    share.grads.push_back(new_tensor(share, "shared gradient"));
+    fill(stream_, share.grads.back(), 0.0f);
+    share.is_begun = true;
+  }
+  return share.grads.back();
+}
+
+Tensor SharedParams::weight(int param) {
+  const Share& share = *find(param);
+  return share.weight.defined() ? share.weight : params_.weights.weight(local_of(param));
+}
+
+void SharedParams::complete_lane(const LayerRange& layers) {
+  for (Share& share : shares_) {
+    const auto layer = static_cast<size_t>(model_.registry.layers_of(share.what.param).back());
+    if (share.is_user && layers.begin <= layer && layer < layers.end) share.is_begun = false;
+  }
+}
+
+void SharedParams::add_gradients() {
+  for (Share& share : shares_) {
+    const int local = local_of(share.what.param);
+    if (share.is_owner && !share.is_user) {
+      for (size_t lane = 0; lane < params_.grads.num_deferred(local); ++lane) {
+        share.grads.push_back(new_tensor(share, "shared gradient"));
+        stages_.receive(share.grads.back(), share.what.user, stream_)->wait_on(stream_);
+      }
+    } else if (!share.is_owner) {
+      for (const Tensor& grad : share.grads) stages_.send(grad, share.what.owner, stream_)->wait_on(stream_);
+    }
+    if (share.is_owner) params_.grads.complete_deferred(local, share.grads);
+    share.grads.clear();
+  }
+}
+
+void SharedParams::write(int param, const std::vector<float>& values) {
+  const Share* share = find(param);
+  if (!share || !share->weight.defined()) return;
+  copy_from_host(stream_, values.data(), share->weight);
+  stream_.synchronize();
+}
+
+void SharedParams::share_weights() {
+  for (const Share& share : shares_) {
+    if (share.is_owner && share.is_user) continue;
+    const Tensor weight = share.is_owner ? params_.weights.weight(local_of(share.what.param)) : share.weight;
+    const auto work = share.is_owner ? stages_.send(weight, share.what.user, stream_)
+                                     : stages_.receive(weight, share.what.owner, stream_);
+    work->wait_on(stream_);
+  }
+}
+
+}  // namespace polyreme

@@ -1,0 +1,64 @@
+"""Arrays of scripts: NumPy's, or whatever speaks DLPack on the CPU, such as PyTorch's tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .errors import InvalidArgument
+
+__all__: list[str] = []
+
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def plain(array: Any) -> Any:
+    """`array` without what a framework records of it: PyTorch exports nothing that requires gradients."""
+    detach = getattr(array, "detach", None)
+    return detach() if callable(detach) else array
+
+
+def dtype_name(array: Any) -> str:
+    """As NumPy spells it: "float32", also for PyTorch's torch.float32."""
+    return str(getattr(array, "dtype", type(array).__name__)).rpartition(".")[2]
+
+
+def check_float(what: str, array: Any, *, written: bool = False) -> None:
+    """Refuses what is no array of floating-point numbers. NumPy's scalars are arrays that cannot be written."""
+    numpy_kinds = (np.ndarray,) if written else (np.ndarray, np.generic)
+    if not isinstance(array, numpy_kinds) and not hasattr(array, "__dlpack__"):
+        raise InvalidArgument(
+            f"{what} is a {type(array).__name__}; expected a NumPy array or an object that speaks DLPack"
+        )
+    if dtype_name(array) not in FLOAT_DTYPES:
+        raise InvalidArgument(f"{what} is of {dtype_name(array)}; expected {', '.join(FLOAT_DTYPES)}")
+
+
+def readable(array: Any) -> Any:
+    """`array` in C order, copied only where it must be."""
+    array = plain(array)
+    if isinstance(array, (np.ndarray, np.generic)) or not hasattr(array, "__dlpack__"):
+        return np.ascontiguousarray(array)
+    return array.contiguous() if hasattr(array, "contiguous") else array
+
+
+class Target:
+    """Memory in C order to be written for an array, which may have any strides: `memory`, then `store`."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = plain(array)
+        self.memory = readable(self._array)
+        if isinstance(self._array, np.ndarray):
+            self._in_place = self._array.flags.c_contiguous
+        else:
+            self._in_place = bool(getattr(self._array, "is_contiguous", lambda: True)())
+
+    def store(self) -> None:
+        """Copies `memory` into the array where it is not the array's own."""
+        if self._in_place:
+            return
+        if isinstance(self._array, np.ndarray):
+            self._array[...] = self.memory.reshape(self._array.shape)
+        else:
+            self._array.copy_(self.memory)
