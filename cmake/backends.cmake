@@ -34,6 +34,12 @@ set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 
+# Compiled by nvcc for GPUs, and as C++ for the emulator of the tests.
+set(POLYREME_KERNEL_SOURCES "")
+foreach(kernel attention cross_entropy elementwise embedding gemm gradient_norm ids norm optimizer random rotary rows tree_reduce)
+  list(APPEND POLYREME_KERNEL_SOURCES ${PROJECT_SOURCE_DIR}/kernels/${kernel}.cu)
+endforeach()
+
 set(version "")
 if(NOT POLYREME_CUDA STREQUAL "OFF")
   if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})

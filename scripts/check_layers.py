@@ -2,7 +2,7 @@
 """Checks that the C++ sources include only what the layering allows. Prints each violation.
 
 1. A module includes itself and what its DEPENDS in csrc/CMakeLists.txt reach, nothing else.
-2. Headers of a vendor appear only in the folder of that backend and in kernels/.
+2. Headers of a vendor appear only in the folder of that backend, in kernels/ and in their tests.
 3. Files in csrc/ops/cpu/kernels are compiled once per instruction set. They include only each other,
    C headers and a few headers without weak symbols: an inline function of any other header would be
    emitted with AVX-512 code in it, and the linker could choose that copy for every machine.
@@ -121,7 +121,7 @@ def check_modules(
 def check_vendors(path: str, includes: list[tuple[int, str, str]]) -> Iterator[str]:
     """Rule 2 for the file at `path` (relative to the root)."""
     folders = set(Path(path).parent.parts)
-    if path.startswith("kernels/"):
+    if path.startswith(("kernels/", "tests/cpp/kernels/")):
         return
     for line, quote, header in includes:
         if quote != "<":

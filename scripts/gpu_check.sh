@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # For a machine with one or more NVIDIA GPUs: builds the CUDA and NCCL backends and shows whether they work there.
-# Prints one JSON object: the device, the kernel of ordered reductions against the CPU bit by bit, all collectives
-# over NCCL with one rank per GPU, and the bandwidth of all_reduce, fast and ordered.
+# Prints one JSON object a line: every kernel against its reference (the tests that CI runs on an emulator), the
+# bandwidth of each memory-bound kernel against that of a copy, and, in the last one, the device, the kernel of ordered
+# reductions against the CPU bit by bit, all collectives over NCCL with one rank per GPU, and the bandwidth of
+# all_reduce, fast and ordered. Registers, shared memory and spills of every kernel are in BUILD_FOLDER/kernels.txt.
 #
 #   scripts/gpu_check.sh [BUILD_FOLDER]     default: build/gpu
 #
@@ -12,5 +14,29 @@ FOLDER="${1:-build/gpu}"
 
 cmake -S . -B "$FOLDER" -G Ninja -DPOLYREME_CUDA=ON -DPOLYREME_NCCL=ON -DPOLYREME_MPI=OFF -DPOLYREME_TESTS=ON \
   -DPOLYREME_PYTHON=OFF >&2
-cmake --build "$FOLDER" --target gpu_check >&2
-exec timeout --kill-after=10 300 "$FOLDER/bin/gpu_check"
+cmake --build "$FOLDER" --target gpu_check kernels_on_gpu kernel_bandwidth >&2
+
+STATUS=0
+RESOURCES=0
+# run_checked SECONDS PROGRAM...: a failure is kept for the end.
+run_checked() { timeout --kill-after=10 "$@" || STATUS=$?; }
+
+scripts/kernel_resources.py "$FOLDER" >"$FOLDER/kernels.txt" || RESOURCES=$?
+# First, since it says whether there is a GPU.
+run_checked 300 "$FOLDER/bin/gpu_check" >"$FOLDER/gpu_check.json"
+if ((STATUS == 77)); then
+  cat "$FOLDER/gpu_check.json"
+  exit 77
+fi
+run_checked 120 "$FOLDER/bin/kernels_on_gpu" --gtest_brief=1 --gtest_output="json:$FOLDER/kernels.json" >&2
+python3 - "$FOLDER/kernels.json" <<'PYTHON'
+import json, sys
+with open(sys.argv[1]) as report:
+    for suite in json.load(report)["testsuites"]:
+        for test in suite["testsuite"]:
+            outcome = "failed" if test.get("failures") else "ok"
+            print(json.dumps({"kernel_test": f"{suite['name']}.{test['name']}", "outcome": outcome}))
+PYTHON
+run_checked 120 "$FOLDER/bin/kernel_bandwidth"
+cat "$FOLDER/gpu_check.json"
+exit "$((STATUS != 0 || RESOURCES != 0))"

@@ -2,6 +2,13 @@
 
 #include <cstdint>
 
+// CUDA's kernels draw the same numbers.
+#ifdef __CUDACC__
+#define POLYREME_HOST_DEVICE __host__ __device__
+#else
+#define POLYREME_HOST_DEVICE
+#endif
+
 namespace polyreme {
 
 // Philox 4x32-10, a counter-based random number generator: Salmon et al., "Parallel random
@@ -12,7 +19,8 @@ struct Philox4 {
   uint32_t word[4];
 };
 
-[[gnu::always_inline]] inline Philox4 philox_4x32_10(const uint32_t counter[4], const uint32_t key[2]) {
+[[gnu::always_inline]] POLYREME_HOST_DEVICE inline Philox4 philox_4x32_10(const uint32_t counter[4],
+                                                                          const uint32_t key[2]) {
   uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
   uint32_t k0 = key[0], k1 = key[1];
   for (int round = 0; round < 10; ++round) {
@@ -43,7 +51,8 @@ struct RandomKey {
 };
 
 // Four random words for elements 4*block .. 4*block+3 of the stream.
-[[gnu::always_inline]] inline Philox4 random_block(const RandomKey& key, uint64_t block) {
+[[gnu::always_inline]] POLYREME_HOST_DEVICE inline Philox4 random_block(const RandomKey& key,
+                                                                        uint64_t block) {
   const uint32_t key_words[2] = {static_cast<uint32_t>(key.seed), static_cast<uint32_t>(key.seed >> 32)};
   // Blocks stay below 2^60, so the purpose fits above them.
   const uint32_t counter[4] = {

@@ -4,6 +4,7 @@
 #include "ops/cpu/elements.h"
 #include "ops/cpu/enqueue.h"
 #include "ops/cpu/kernels/attention.h"
+#include "ops/cuda/launch.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -66,6 +67,21 @@ void for_heads(ThreadPool& pool, int64_t batch, int64_t heads, int64_t scratch_f
   });
 }
 
+PolyremeAttention attention_args(const Sizes& sizes, const Tensor& qkv, const Tensor& out,
+                                 const Tensor& log_sum_exp) {
+  return {.qkv = qkv.raw_address(),
+          .out = out.raw_address(),
+          .log_sum_exp = log_sum_exp.address<float>(),
+          .dout = nullptr,
+          .dqkv = nullptr,
+          .batch = sizes.batch,
+          .seq = sizes.seq,
+          .heads = sizes.heads,
+          .head_dim = sizes.head_dim,
+          .scale = sizes.scale(),
+          .dtype = dtype_code(qkv)};
+}
+
 }  // namespace
 
 void attention_forward(Stream& stream, const Tensor& qkv, const Tensor& out, const Tensor& log_sum_exp) {
@@ -74,6 +90,9 @@ void attention_forward(Stream& stream, const Tensor& qkv, const Tensor& out, con
   check_apart({op, "out"}, out, qkv);
   check_apart({op, "log_sum_exp"}, log_sum_exp, qkv);
   check_apart({op, "log_sum_exp"}, log_sum_exp, out);
+  if (CudaStream* const gpu = gpu_stream(stream); gpu != nullptr && !sizes.by_group)
+    return launch(*gpu, op, {qkv, out, log_sum_exp}, &PolyremeCudaTable::attention_forward,
+                  attention_args(sizes, qkv, out, log_sum_exp));
   // S and O: two products.
   as_cpu(stream).enqueue(
       {op, OpKind::kAttention, sizes.flops(2)}, {reads(qkv), writes(out), writes(log_sum_exp)},
@@ -113,6 +132,13 @@ void attention_backward(Stream& stream, const Tensor& qkv, const Tensor& out, co
   check_dense({op, "dout"}, dout, out.shape(), qkv.dtype());
   check_dense({op, "dqkv"}, dqkv, qkv.shape(), qkv.dtype());
   for (const Tensor* in : {&qkv, &out, &log_sum_exp, &dout}) check_apart({op, "dqkv"}, dqkv, *in);
+  if (CudaStream* const gpu = gpu_stream(stream); gpu != nullptr && !sizes.by_group) {
+    PolyremeAttention args = attention_args(sizes, qkv, out, log_sum_exp);
+    args.dout = dout.raw_address();
+    args.dqkv = dqkv.raw_address();
+    return launch(*gpu, op, {qkv, out, log_sum_exp, dout, dqkv}, &PolyremeCudaTable::attention_backward,
+                  args);
+  }
   // S, dP, dV, dQ and dK: five products.
   as_cpu(stream).enqueue(
       {op, OpKind::kAttention, sizes.flops(5)},

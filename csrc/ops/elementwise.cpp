@@ -8,6 +8,7 @@
 #include "ops/cpu/kernels/layer_norm.h"
 #include "ops/cpu/kernels/random.h"
 #include "ops/cpu/ranges.h"
+#include "ops/cuda/launch.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -25,8 +26,22 @@ void check_first_element(const char* op, int64_t first_element) {
   require(first_element >= 0, op, ": first_element: expected 0 or more, got ", first_element);
 }
 
+PolyremeElementwise elementwise_args(const Tensor& x, const Tensor& y, const Tensor& out) {
+  return {.x = x.raw_address(),
+          .y = y.defined() ? y.raw_address() : nullptr,
+          .out = out.raw_address(),
+          .count = out.numel(),
+          .dtype = dtype_code(out)};
+}
+
+PolyremeRandomKey key_args(const RandomKey& key) {
+  return {key.seed, static_cast<uint32_t>(key.purpose), key.stream, key.step};
+}
+
 void enqueue_binary(Stream& stream, const char* name, const Tensor& x, const Tensor& y, const Tensor& out,
-                    Binary* avx2, Binary* avx512) {
+                    Binary* avx2, Binary* avx512, Kernel<PolyremeElementwise> kernel_of_gpu) {
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, name, {x, y, out}, kernel_of_gpu, elementwise_args(x, y, out));
   const ElementPointer x_data(x), y_data(y), out_data(out);
   const int64_t n = out.numel();
   as_cpu(stream).enqueue(
@@ -45,7 +60,7 @@ void add(Stream& stream, const Tensor& x, const Tensor& y, const Tensor& out) {
   check_dense({"add", "y"}, y, x.shape(), x.dtype());
   check_output("add", "out", out, x);
   check_in_place_or_apart({"add", "out"}, out, y);
-  enqueue_binary(stream, "add", x, y, out, cpu::avx2::add, cpu::avx512::add);
+  enqueue_binary(stream, "add", x, y, out, cpu::avx2::add, cpu::avx512::add, &PolyremeCudaTable::add);
 }
 
 void cast(Stream& stream, const Tensor& from, const Tensor& to) {
@@ -53,6 +68,13 @@ void cast(Stream& stream, const Tensor& from, const Tensor& to) {
   check_float({"cast", "to"}, to);
   check_dense({"cast", "to"}, to, from.shape(), to.dtype());
   check_apart({"cast", "to"}, to, from);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "cast", {from, to}, &PolyremeCudaTable::cast,
+                  {.from = from.raw_address(),
+                   .to = to.raw_address(),
+                   .count = from.numel(),
+                   .from_dtype = dtype_code(from),
+                   .to_dtype = dtype_code(to)});
   const ElementPointer source(from), target(to);
   as_cpu(stream).enqueue({"cast", OpKind::kElementwise}, {reads(from), writes(to)},
                          [=, n = from.numel()](const CpuContext& context) {
@@ -66,6 +88,8 @@ void cast(Stream& stream, const Tensor& from, const Tensor& to) {
 void gelu_forward(Stream& stream, const Tensor& x, const Tensor& y) {
   check_float({"gelu_forward", "x"}, x);
   check_output("gelu_forward", "y", y, x);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "gelu_forward", {x, y}, &PolyremeCudaTable::gelu_forward, elementwise_args(x, {}, y));
   const ElementPointer from(x), to(y);
   as_cpu(stream).enqueue({"gelu_forward", OpKind::kElementwise}, {reads(x), writes(y)},
                          [=, n = x.numel()](const CpuContext& context) {
@@ -82,7 +106,8 @@ void gelu_backward(Stream& stream, const Tensor& x, const Tensor& dy, const Tens
   check_dense({"gelu_backward", "dy"}, dy, x.shape(), x.dtype());
   check_output("gelu_backward", "dx", dx, x);
   check_in_place_or_apart({"gelu_backward", "dx"}, dx, dy);
-  enqueue_binary(stream, "gelu_backward", x, dy, dx, cpu::avx2::gelu_backward, cpu::avx512::gelu_backward);
+  enqueue_binary(stream, "gelu_backward", x, dy, dx, cpu::avx2::gelu_backward, cpu::avx512::gelu_backward,
+                 &PolyremeCudaTable::gelu_backward);
 }
 
 void dropout(Stream& stream, const Tensor& x, const Tensor& y, float p, const RandomKey& key,
@@ -95,6 +120,16 @@ void dropout(Stream& stream, const Tensor& x, const Tensor& y, float p, const Ra
   const double p_exact = p;
   const cpu::DropoutRule rule = {static_cast<uint32_t>(std::ceil(p_exact * 0x1p32)),
                                  static_cast<float>(1.0 / (1.0 - p_exact))};
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "dropout", {x, y}, &PolyremeCudaTable::dropout,
+                  {.x = x.raw_address(),
+                   .y = y.raw_address(),
+                   .count = x.numel(),
+                   .first_element = first_element,
+                   .key = key_args(key),
+                   .threshold = rule.threshold,
+                   .keep_scale = rule.keep_scale,
+                   .dtype = dtype_code(x)});
   const ElementPointer from(x), to(y);
   const auto element_bytes = static_cast<int64_t>(dtype_size(x.dtype()));
   const auto first = static_cast<uint64_t>(first_element);
@@ -138,6 +173,13 @@ void fill_normal(Stream& stream, const Tensor& out, float std, const RandomKey& 
           std);
   check_first_element("fill_normal", first_element);
   float* const data = out.address<float>();
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "fill_normal", {out}, &PolyremeCudaTable::fill_normal,
+                  {.out = data,
+                   .count = out.numel(),
+                   .first_element = first_element,
+                   .key = key_args(key),
+                   .std = std});
   const auto first = static_cast<uint64_t>(first_element);
   as_cpu(stream).enqueue(
       {"fill_normal", OpKind::kElementwise}, {writes(out)}, [=, n = out.numel()](const CpuContext& context) {
@@ -152,6 +194,13 @@ void accumulate_rows(Stream& stream, const Tensor& x, const Tensor& out) {
   check_float_rows({"accumulate_rows", "x"}, x);
   check_dense({"accumulate_rows", "out"}, out, {x.size(1)});
   check_apart({"accumulate_rows", "out"}, out, x);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "accumulate_rows", {x, out}, &PolyremeCudaTable::accumulate_rows,
+                  {.x = x.raw_address(),
+                   .out = out.address<float>(),
+                   .rows = x.size(0),
+                   .cols = x.size(1),
+                   .dtype = dtype_code(x)});
   const cpu::AccumulateRows args = {.rows = x.size(0),
                                     .cols = x.size(1),
                                     .type = element_of(x),

@@ -2,6 +2,7 @@
 #include "ops/check.h"
 #include "ops/cpu/elements.h"
 #include "ops/cpu/enqueue.h"
+#include "ops/cuda/launch.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -53,6 +54,25 @@ void gemm(Stream& stream, const Tensor& a, const Tensor& b, const Tensor& c, boo
     accesses.push_back(reads(bias));
   }
 
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "gemm", {a, b, c, bias}, &PolyremeCudaTable::ordered_gemm,
+                  {.a = a.raw_address(),
+                   .b = b.raw_address(),
+                   .c = c.raw_address(),
+                   .bias = bias.defined() ? bias.raw_address() : nullptr,
+                   .m = m,
+                   .n = n,
+                   .k = k,
+                   .a_row = a.stride(0),
+                   .a_column = a.stride(1),
+                   .b_row = b.stride(0),
+                   .b_column = b.stride(1),
+                   .c_row = c.stride(0),
+                   .accumulate = accumulate,
+                   .a_dtype = dtype_code(a),
+                   .b_dtype = dtype_code(b),
+                   .c_dtype = dtype_code(c),
+                   .bias_dtype = bias.defined() ? dtype_code(bias) : 0});
   cpu::GemmArgs args{};
   args.m = m;
   args.n = n;

@@ -5,6 +5,7 @@
 #include "ops/cpu/enqueue.h"
 #include "ops/cpu/kernels/layer_norm.h"
 #include "ops/cpu/ranges.h"
+#include "ops/cuda/launch.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -30,6 +31,19 @@ void layer_norm_forward(Stream& stream, const Tensor& x, const Tensor& gamma, co
   check_dense({kOp, "mean"}, mean, {rows});
   check_dense({kOp, "rstd"}, rstd, {rows});
   check_in_place_or_apart({kOp, "y"}, y, x);
+  if (CudaStream* const gpu = gpu_stream(stream); gpu != nullptr && gamma.dtype() == beta.dtype())
+    return launch(*gpu, kOp, {x, gamma, beta, y, mean, rstd}, &PolyremeCudaTable::norm_forward,
+                  {.x = x.raw_address(),
+                   .gamma = gamma.raw_address(),
+                   .beta = beta.raw_address(),
+                   .y = y.raw_address(),
+                   .mean = mean.address<float>(),
+                   .rstd = rstd.address<float>(),
+                   .rows = rows,
+                   .cols = cols,
+                   .eps = eps,
+                   .dtype = dtype_code(x),
+                   .param_dtype = dtype_code(gamma)});
   const cpu::LayerNormForward args = {.cols = cols,
                                       .type = element_of(x),
                                       .x = x.raw_address(),
@@ -65,6 +79,18 @@ void layer_norm_backward_input(Stream& stream, const Tensor& dy, const Tensor& x
   check_dense({kOp, "dx"}, dx, dy.shape(), dy.dtype());
   check_in_place_or_apart({kOp, "dx"}, dx, dy);
   check_in_place_or_apart({kOp, "dx"}, dx, x);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {dy, x, gamma, mean, rstd, dx}, &PolyremeCudaTable::norm_backward_input,
+                  {.dy = dy.raw_address(),
+                   .x = x.raw_address(),
+                   .gamma = gamma.raw_address(),
+                   .mean = mean.address<float>(),
+                   .rstd = rstd.address<float>(),
+                   .dx = dx.raw_address(),
+                   .rows = rows,
+                   .cols = cols,
+                   .dtype = dtype_code(dy),
+                   .param_dtype = dtype_code(gamma)});
   const cpu::LayerNormBackwardInput args = {.cols = cols,
                                             .type = element_of(dy),
                                             .dy = dy.raw_address(),
@@ -98,6 +124,17 @@ void layer_norm_backward_weight(Stream& stream, const Tensor& dy, const Tensor& 
   check_dense({kOp, "dgamma"}, dgamma, {cols});
   check_dense({kOp, "dbeta"}, dbeta, {cols});
   check_apart({kOp, "dbeta"}, dbeta, dgamma);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {dy, x, mean, rstd, dgamma, dbeta}, &PolyremeCudaTable::norm_backward_weight,
+                  {.dy = dy.raw_address(),
+                   .x = x.raw_address(),
+                   .mean = mean.address<float>(),
+                   .rstd = rstd.address<float>(),
+                   .dgamma = dgamma.address<float>(),
+                   .dbeta = dbeta.address<float>(),
+                   .rows = rows,
+                   .cols = cols,
+                   .dtype = dtype_code(dy)});
   const cpu::LayerNormBackwardWeight args = {.rows = rows,
                                              .cols = cols,
                                              .type = element_of(dy),

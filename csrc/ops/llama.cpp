@@ -8,6 +8,7 @@
 #include "ops/cpu/kernels/llama.h"
 #include "ops/cpu/kernels/rms_norm.h"
 #include "ops/cpu/ranges.h"
+#include "ops/cuda/launch.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -31,6 +32,19 @@ void rms_norm_forward(Stream& stream, const Tensor& x, const Tensor& gamma, floa
   check_dense({kOp, "y"}, y, x.shape(), x.dtype());
   check_dense({kOp, "rstd"}, rstd, {rows});
   check_in_place_or_apart({kOp, "y"}, y, x);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {x, gamma, y, rstd}, &PolyremeCudaTable::norm_forward,
+                  {.x = x.raw_address(),
+                   .gamma = gamma.raw_address(),
+                   .beta = nullptr,
+                   .y = y.raw_address(),
+                   .mean = nullptr,
+                   .rstd = rstd.address<float>(),
+                   .rows = rows,
+                   .cols = cols,
+                   .eps = eps,
+                   .dtype = dtype_code(x),
+                   .param_dtype = dtype_code(gamma)});
   const cpu::RmsNormForward args = {.cols = cols,
                                     .type = element_of(x),
                                     .x = x.raw_address(),
@@ -62,6 +76,18 @@ void rms_norm_backward_input(Stream& stream, const Tensor& dy, const Tensor& x, 
   check_dense({kOp, "dx"}, dx, dy.shape(), dy.dtype());
   check_in_place_or_apart({kOp, "dx"}, dx, dy);
   check_in_place_or_apart({kOp, "dx"}, dx, x);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {dy, x, gamma, rstd, dx}, &PolyremeCudaTable::norm_backward_input,
+                  {.dy = dy.raw_address(),
+                   .x = x.raw_address(),
+                   .gamma = gamma.raw_address(),
+                   .mean = nullptr,
+                   .rstd = rstd.address<float>(),
+                   .dx = dx.raw_address(),
+                   .rows = rows,
+                   .cols = cols,
+                   .dtype = dtype_code(dy),
+                   .param_dtype = dtype_code(gamma)});
   const cpu::RmsNormBackwardInput args = {.cols = cols,
                                           .type = element_of(dy),
                                           .dy = dy.raw_address(),
@@ -90,6 +116,17 @@ void rms_norm_backward_weight(Stream& stream, const Tensor& dy, const Tensor& x,
   check_dense({kOp, "x"}, x, dy.shape(), dy.dtype());
   check_dense({kOp, "rstd"}, rstd, {rows});
   check_dense({kOp, "dgamma"}, dgamma, {cols});
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {dy, x, rstd, dgamma}, &PolyremeCudaTable::norm_backward_weight,
+                  {.dy = dy.raw_address(),
+                   .x = x.raw_address(),
+                   .mean = nullptr,
+                   .rstd = rstd.address<float>(),
+                   .dgamma = dgamma.address<float>(),
+                   .dbeta = nullptr,
+                   .rows = rows,
+                   .cols = cols,
+                   .dtype = dtype_code(dy)});
   const cpu::RmsNormBackwardWeight args = {.rows = rows,
                                            .cols = cols,
                                            .type = element_of(dy),
@@ -145,6 +182,14 @@ void swiglu_forward(Stream& stream, const Tensor& x, const Tensor& y) {
   const int64_t rows = y.size(0), cols = y.size(1);
   check_dense({kOp, "x"}, x, {rows, 2 * cols}, y.dtype());
   check_apart({kOp, "y"}, y, x);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {x, y}, &PolyremeCudaTable::swiglu_forward,
+                  {.x = x.raw_address(),
+                   .dy = nullptr,
+                   .out = y.raw_address(),
+                   .rows = rows,
+                   .cols = cols,
+                   .dtype = dtype_code(y)});
   const cpu::SwiGlu args = {.cols = cols, .type = element_of(y), .x = x.raw_address(), .y = y.raw_address()};
   as_cpu(stream).enqueue({kOp, OpKind::kElementwise}, {reads(x), writes(y)}, [=](const CpuContext& context) {
     const auto kernel = pick(context.isa, cpu::avx2::swiglu_forward, cpu::avx512::swiglu_forward);
@@ -161,6 +206,14 @@ void swiglu_backward(Stream& stream, const Tensor& x, const Tensor& dy, const Te
   check_dense({kOp, "dx"}, dx, x.shape(), dy.dtype());
   check_in_place_or_apart({kOp, "dx"}, dx, x);
   check_apart({kOp, "dx"}, dx, dy);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {x, dy, dx}, &PolyremeCudaTable::swiglu_backward,
+                  {.x = x.raw_address(),
+                   .dy = dy.raw_address(),
+                   .out = dx.raw_address(),
+                   .rows = rows,
+                   .cols = cols,
+                   .dtype = dtype_code(dy)});
   const cpu::SwiGlu args = {.cols = cols,
                             .type = element_of(dy),
                             .x = x.raw_address(),

@@ -5,6 +5,7 @@
 #include "ops/cpu/enqueue.h"
 #include "ops/cpu/kernels/elementwise.h"
 #include "ops/cpu/ranges.h"
+#include "ops/cuda/launch.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -14,6 +15,13 @@ constexpr int64_t kCopyBytes = int64_t{1} << 20;  // one task of a copy
 
 void enqueue_copy(Stream& stream, const char* name, std::vector<Access> accesses, const void* from, void* to,
                   int64_t bytes) {
+  if (CudaStream* const gpu = gpu_stream(stream)) {
+    std::vector<std::shared_ptr<Buffer>> buffers;
+    for (const Access& access : accesses) buffers.push_back(access.buffer);
+    return launch(*gpu, name, std::move(buffers), [&](const PolyremeCudaTable& table, void* handle) {
+      return table.copy(to, from, static_cast<uint64_t>(bytes), handle);
+    });
+  }
   as_cpu(stream).enqueue(
       {name, OpKind::kCopy, 0, bytes}, std::move(accesses), [=](const CpuContext& context) {
         for_ranges(context.pool, bytes, kCopyBytes, [=](int64_t begin, int64_t end) {
@@ -27,6 +35,9 @@ void enqueue_copy(Stream& stream, const char* name, std::vector<Access> accesses
 
 void fill(Stream& stream, const Tensor& out, float value) {
   check_float({"fill", "out"}, out);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "fill", {out}, &PolyremeCudaTable::fill,
+                  {.out = out.raw_address(), .count = out.numel(), .value = value, .dtype = dtype_code(out)});
   const ElementPointer data(out);
   as_cpu(stream).enqueue(
       {"fill", OpKind::kCopy}, {writes(out)}, [=, n = out.numel()](const CpuContext& context) {

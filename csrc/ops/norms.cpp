@@ -6,6 +6,7 @@
 #include "ops/check.h"
 #include "ops/cpu/enqueue.h"
 #include "ops/cpu/exact.h"
+#include "ops/cuda/launch.h"
 #include "ops/update.h"
 
 namespace polyreme {
@@ -106,6 +107,9 @@ void clip_scale(Stream& stream, const Tensor& sums, float max_norm, const Tensor
           ": multiplier: expected a finite number above 0, got ", multiplier);
   const int64_t* const data = sums.address<int64_t>();
   float* const out = scale.address<float>();
+  if (CudaStream* const gpu = gpu_stream(stream); gpu != nullptr && p == 2.0)
+    return launch(*gpu, kOp, {sums, scale}, &PolyremeCudaTable::clip_scale,
+                  {.limbs = data, .scale = out, .multiplier = multiplier, .max_norm = max_norm});
   as_cpu(stream).enqueue({kOp}, {reads(sums), writes(scale)}, [=, n = sums.numel()](const CpuContext&) {
     const double norm = norm_value({data, static_cast<size_t>(n)}, p) * multiplier;
     const double limit = static_cast<double>(max_norm);

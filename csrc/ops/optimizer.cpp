@@ -7,6 +7,7 @@
 #include "ops/cpu/exact.h"
 #include "ops/cpu/kernels/optimizer.h"
 #include "ops/cpu/ranges.h"
+#include "ops/cuda/launch.h"
 #include "ops/update.h"
 
 namespace polyreme {
@@ -77,6 +78,16 @@ void check_moments(const char* op, const Tensor& param, const Tensor& grad, cons
   require(options.step >= 1, op, ": step: expected 1 or more, got ", options.step);
 }
 
+PolyremeUpdate update_args(const Tensor& param, const Tensor& grad, const Tensor& scale) {
+  return {.param = param.address<float>(),
+          .grad = grad.address<float>(),
+          .scale = scale.address<float>(),
+          .weight = nullptr,
+          .weight_dtype = 0,
+          .reserved = 0,
+          .count = param.numel()};
+}
+
 // What AdamW and LAMB share; lr and decay are left to them.
 cpu::AdamWArgs moment_args(const Tensor& param, const Tensor& grad, const Tensor& m, const Tensor& v,
                            const AdamWOptions& options) {
@@ -143,6 +154,18 @@ void adamw(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor
   cpu::AdamWArgs args = moment_args(param, grad, m, v, options);
   args.step_size = static_cast<float>(options.lr / (1.0 - integer_power(options.beta1, options.step)));
   args.decay = weight_decay_factor(options.lr, options.weight_decay);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {param, grad, m, v, scale}, &PolyremeCudaTable::adamw,
+                  {.update = update_args(param, grad, scale),
+                   .m = args.m,
+                   .v = args.v,
+                   .new_m = args.new_m,
+                   .keep_v = args.keep_v,
+                   .new_v = args.new_v,
+                   .sqrt_bias2 = args.sqrt_bias2,
+                   .eps = args.eps,
+                   .step_size = args.step_size,
+                   .decay = args.decay});
   enqueue_rule(stream, kOp,
                {reads(grad), reads(param), writes(param), reads(m), writes(m), reads(v), writes(v)}, args,
                param.numel(), scale, cpu::avx2::adamw, cpu::avx512::adamw);
@@ -174,6 +197,14 @@ void sgd(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor& 
                              .lr = static_cast<float>(options.lr),
                              .decay = weight_decay_factor(options.lr, options.weight_decay),
                              .first_step = options.first_step};
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {param, grad, has_buffer ? buffer : Tensor{}, scale}, &PolyremeCudaTable::sgd,
+                  {.update = update_args(param, grad, scale),
+                   .buffer = args.buffer,
+                   .momentum = args.momentum,
+                   .lr = args.lr,
+                   .decay = args.decay,
+                   .first_step = args.first_step});
   enqueue_rule(stream, kOp, std::move(accesses), args, param.numel(), scale, cpu::avx2::sgd,
                cpu::avx512::sgd);
 }
@@ -198,6 +229,14 @@ void lion(Stream& stream, const Tensor& param, const Tensor& grad, const Tensor&
                               .new_m = static_cast<float>(1.0 - options.beta2),
                               .lr = static_cast<float>(options.lr),
                               .decay = weight_decay_factor(options.lr, options.weight_decay)};
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {param, grad, m, scale}, &PolyremeCudaTable::lion,
+                  {.update = update_args(param, grad, scale),
+                   .m = args.m,
+                   .new_u = args.new_u,
+                   .new_m = args.new_m,
+                   .lr = args.lr,
+                   .decay = args.decay});
   enqueue_rule(stream, kOp, {reads(grad), reads(param), writes(param), reads(m), writes(m)}, args,
                param.numel(), scale, cpu::avx2::lion, cpu::avx512::lion);
 }

@@ -31,10 +31,11 @@ void freeze_gpu(int index);
 int num_open_communicators(int gpu);
 // Groups of aborts so far.
 int num_abort_groups();
-// Rules of NCCL that were broken, as texts.
+// Rules of CUDA's kernels and of NCCL that were broken, as texts.
 std::vector<std::string> violations();
 
-// ---- between fake_cuda.cpp, fake_nccl.cpp and kernel_launch.h ----
+// ---- between the files of the emulator ----
+void violation(const std::string& text);
 // A step of a stream: false if it cannot run yet, then it is asked again. Runs under the lock of the
 // emulator.
 using Step = std::function<bool()>;

@@ -87,8 +87,6 @@ thread_local int group_depth = 0;
 thread_local std::vector<std::shared_ptr<Op>> group_ops;
 thread_local std::vector<ncclComm*> group_aborts;
 
-void violation(const std::string& text) { state().violations.push_back(text); }
-
 int current_gpu() {
   int index = 0;
   cudaGetDevice(&index);
@@ -356,6 +354,10 @@ int num_abort_groups() {
   return state().num_aborts;
 }
 
+void violation(const std::string& text) {
+  const Lock lock;
+  state().violations.push_back(text);
+}
 std::vector<std::string> violations() {
   const Lock lock;
   return state().violations;

@@ -8,7 +8,18 @@
 #include <cstring>
 
 #include "device/cuda/cuda_table.h"
+#include "kernels/attention.cuh"
+#include "kernels/cross_entropy.cuh"
+#include "kernels/elementwise.cuh"
+#include "kernels/embedding.cuh"
+#include "kernels/gemm.cuh"
+#include "kernels/gradient_norm.cuh"
 #include "kernels/launch.h"
+#include "kernels/norm.cuh"
+#include "kernels/optimizer.cuh"
+#include "kernels/random.cuh"
+#include "kernels/rotary.cuh"
+#include "kernels/rows.cuh"
 #include "kernels/tree_reduce.cuh"
 
 namespace {
@@ -137,6 +148,12 @@ PolyremeCudaStatus tree_reduce(const PolyremeTreeReduce* reduction, void* stream
   return status_of(polyreme::kernels::launch_tree_reduce(*reduction, as_stream(stream)));
 }
 
+// A launcher as an entry of the table.
+template <auto kLaunch, typename Args>
+PolyremeCudaStatus launched(const Args* args, void* stream) {
+  return status_of(kLaunch(*args, as_stream(stream)));
+}
+
 constexpr PolyremeCudaTable kTable = {
     POLYREME_CUDA_TABLE_VERSION,
     sizeof(PolyremeCudaTable),
@@ -162,6 +179,35 @@ constexpr PolyremeCudaTable kTable = {
     synchronize_event,
     copy,
     tree_reduce,
+    launched<polyreme::kernels::launch_adamw>,
+    launched<polyreme::kernels::launch_sgd>,
+    launched<polyreme::kernels::launch_lion>,
+    launched<polyreme::kernels::launch_gradient_norm>,
+    launched<polyreme::kernels::launch_exact_sum>,
+    launched<polyreme::kernels::launch_clip_scale>,
+    launched<polyreme::kernels::launch_add>,
+    launched<polyreme::kernels::launch_gelu_forward>,
+    launched<polyreme::kernels::launch_gelu_backward>,
+    launched<polyreme::kernels::launch_cast>,
+    launched<polyreme::kernels::launch_fill>,
+    launched<polyreme::kernels::launch_swiglu_forward>,
+    launched<polyreme::kernels::launch_swiglu_backward>,
+    launched<polyreme::kernels::launch_dropout>,
+    launched<polyreme::kernels::launch_fill_normal>,
+    launched<polyreme::kernels::launch_norm_forward>,
+    launched<polyreme::kernels::launch_norm_backward_input>,
+    launched<polyreme::kernels::launch_accumulate_rows>,
+    launched<polyreme::kernels::launch_norm_backward_weight>,
+    launched<polyreme::kernels::launch_rotary>,
+    launched<polyreme::kernels::launch_embedding_forward>,
+    launched<polyreme::kernels::launch_embedding_backward>,
+    launched<polyreme::kernels::launch_cross_entropy_forward>,
+    launched<polyreme::kernels::launch_cross_entropy_backward>,
+    launched<polyreme::kernels::launch_vocab_part_max>,
+    launched<polyreme::kernels::launch_vocab_part_sums>,
+    launched<polyreme::kernels::launch_attention_forward>,
+    launched<polyreme::kernels::launch_attention_backward>,
+    launched<polyreme::kernels::launch_ordered_gemm>,
 };
 
 }  // namespace

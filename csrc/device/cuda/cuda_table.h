@@ -4,12 +4,14 @@
 
 #include <stdint.h>
 
+#include "device/cuda/kernel_args.h"
+
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 // Raised whenever the table or a struct below changes. The loader refuses any other number.
-#define POLYREME_CUDA_TABLE_VERSION 2
+#define POLYREME_CUDA_TABLE_VERSION 3
 #define POLYREME_CUDA_TABLE_SYMBOL "polyreme_cuda_table"
 
 // Outcome of a call: CUDA's error number (0 = success), with its name and text for people.
@@ -78,6 +80,39 @@ struct PolyremeCudaTable {
   // Between any two of host and device; to and from the host asynchronous only with pinned memory.
   struct PolyremeCudaStatus (*copy)(void* to, const void* from, uint64_t size_bytes, void* stream);
   struct PolyremeCudaStatus (*tree_reduce)(const struct PolyremeTreeReduce* reduction, void* stream);
+
+  // Kernels, enqueued on `stream`: kernels/*.cuh.
+  struct PolyremeCudaStatus (*adamw)(const struct PolyremeAdamW* args, void* stream);
+  struct PolyremeCudaStatus (*sgd)(const struct PolyremeSgd* args, void* stream);
+  struct PolyremeCudaStatus (*lion)(const struct PolyremeLion* args, void* stream);
+  struct PolyremeCudaStatus (*gradient_norm)(const struct PolyremeGradientNorm* args, void* stream);
+  struct PolyremeCudaStatus (*exact_sum)(const struct PolyremeExactSum* args, void* stream);
+  struct PolyremeCudaStatus (*clip_scale)(const struct PolyremeClipScale* args, void* stream);
+  struct PolyremeCudaStatus (*add)(const struct PolyremeElementwise* args, void* stream);
+  struct PolyremeCudaStatus (*gelu_forward)(const struct PolyremeElementwise* args, void* stream);
+  struct PolyremeCudaStatus (*gelu_backward)(const struct PolyremeElementwise* args, void* stream);
+  struct PolyremeCudaStatus (*cast)(const struct PolyremeCast* args, void* stream);
+  struct PolyremeCudaStatus (*fill)(const struct PolyremeFill* args, void* stream);
+  struct PolyremeCudaStatus (*swiglu_forward)(const struct PolyremeSwiglu* args, void* stream);
+  struct PolyremeCudaStatus (*swiglu_backward)(const struct PolyremeSwiglu* args, void* stream);
+  struct PolyremeCudaStatus (*dropout)(const struct PolyremeDropout* args, void* stream);
+  struct PolyremeCudaStatus (*fill_normal)(const struct PolyremeFillNormal* args, void* stream);
+  struct PolyremeCudaStatus (*norm_forward)(const struct PolyremeNormForward* args, void* stream);
+  struct PolyremeCudaStatus (*norm_backward_input)(const struct PolyremeNormBackwardInput* args,
+                                                   void* stream);
+  struct PolyremeCudaStatus (*accumulate_rows)(const struct PolyremeAccumulateRows* args, void* stream);
+  struct PolyremeCudaStatus (*norm_backward_weight)(const struct PolyremeNormBackwardWeight* args,
+                                                    void* stream);
+  struct PolyremeCudaStatus (*rotary)(const struct PolyremeRotary* args, void* stream);
+  struct PolyremeCudaStatus (*embedding_forward)(const struct PolyremeEmbedding* args, void* stream);
+  struct PolyremeCudaStatus (*embedding_backward)(const struct PolyremeEmbedding* args, void* stream);
+  struct PolyremeCudaStatus (*cross_entropy_forward)(const struct PolyremeCrossEntropy* args, void* stream);
+  struct PolyremeCudaStatus (*cross_entropy_backward)(const struct PolyremeCrossEntropy* args, void* stream);
+  struct PolyremeCudaStatus (*vocab_part_max)(const struct PolyremeVocabPart* args, void* stream);
+  struct PolyremeCudaStatus (*vocab_part_sums)(const struct PolyremeVocabPart* args, void* stream);
+  struct PolyremeCudaStatus (*attention_forward)(const struct PolyremeAttention* args, void* stream);
+  struct PolyremeCudaStatus (*attention_backward)(const struct PolyremeAttention* args, void* stream);
+  struct PolyremeCudaStatus (*ordered_gemm)(const struct PolyremeGemm* args, void* stream);
 };
 
 #ifdef __cplusplus
