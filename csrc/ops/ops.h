@@ -29,8 +29,8 @@ void fill(Stream& stream, const Tensor& out, float value);  // out: F
 // to = from, rounded where `to` is narrower. Any of fp32, bf16, fp16 on either side, equal shape, memory
 // apart.
 void cast(Stream& stream, const Tensor& from, const Tensor& to);
-// to (bf16) = from (fp32), rounded up or down at random so that the mean is exact: element i with what `key` draws
-// at first_element + i. Equal shape, memory apart.
+// to (bf16) = from (fp32), rounded up or down at random so that the mean is exact: element i with what `key`
+// draws at first_element + i. Equal shape, memory apart.
 void round_stochastic(Stream& stream, const Tensor& from, const Tensor& to, const RandomKey& key,
                       int64_t first_element);
 // Any dtype; equal dtype and shape.

@@ -232,7 +232,7 @@ TEST(LocalFault, ASkippedCollectiveDoesNotLetLaterOnesPass) {
     if (comm.rank() == 1)
       as_cpu(*stream).enqueue({"broken"}, {}, [](const CpuContext&) { throw std::runtime_error("boom"); });
     comm.all_reduce(data, ReduceOp::kSum, *stream);  // never runs on rank 1
-    comm.all_reduce(data, ReduceOp::kSum, *other);  // waits for it, and gets its error
+    comm.all_reduce(data, ReduceOp::kSum, *other);   // waits for it, and gets its error
     other->synchronize();
     stream->synchronize();
   });
