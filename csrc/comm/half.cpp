@@ -11,6 +11,7 @@
 #endif
 
 #include "base/error.h"
+#include "device/cpu/isa.h"
 
 namespace polyreme {
 namespace {
@@ -91,7 +92,7 @@ void narrow_all(const float* in, int64_t count, uint16_t* out) {
   for (; i < count; ++i) out[i] = Float16::narrow(in[i]);
 }
 
-const bool kHasInstructions = __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
+const bool kHasInstructions = has_f16c();
 const auto kWidenFloat16 = kHasInstructions ? widen_float16 : widen_all<Float16>;
 const auto kNarrowFloat16 = kHasInstructions ? narrow_float16 : narrow_all<Float16>;
 #else

@@ -140,10 +140,9 @@ void Executor::run_computation(StageRunner& runner, const Action& action) {
   const int from = is_gradient ? chunk + 1 : chunk, to = is_gradient ? chunk : chunk + 1;
   const auto is_inside = [this](int boundary) { return boundary > 0 && boundary < num_chunks_; };
   Tensor in = is_inside(from) ? take({is_gradient, from, micro_batch}) : Tensor();
-  Tensor out;
-  if (kind == ActionKind::kForward) out = runner.forward(chunk, micro_batch, std::move(in));
-  if (kind == ActionKind::kBackward) out = runner.backward(chunk, micro_batch, std::move(in));
-  if (kind == ActionKind::kBackwardInput) out = runner.backward_input(chunk, micro_batch, std::move(in));
+  Tensor out = kind == ActionKind::kForward    ? runner.forward(chunk, micro_batch, std::move(in))
+               : kind == ActionKind::kBackward ? runner.backward(chunk, micro_batch, std::move(in))
+                                               : runner.backward_input(chunk, micro_batch, std::move(in));
   if (is_inside(to)) held_[{is_gradient, to, micro_batch}] = {std::move(out), nullptr};
 }
 

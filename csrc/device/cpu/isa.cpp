@@ -24,6 +24,11 @@ bool can_use_tiles() {
 
 }  // namespace
 
+bool has_f16c() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __builtin_cpu_supports("avx") && __get_cpuid(1, &a, &b, &c, &d) != 0 && (c >> 29 & 1) != 0;
+}
+
 const char* isa_name(Isa isa) {
   switch (isa) {
     case Isa::kAvx2:
@@ -39,7 +44,7 @@ const char* isa_name(Isa isa) {
 std::vector<Isa> supported_isas() {
   std::vector<Isa> result;
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
     result.push_back(Isa::kAvx2);
   if (!result.empty() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))

@@ -14,6 +14,8 @@ const char* isa_name(Isa isa);
 // The levels that this CPU can run, lowest first; asks the system for the tile unit, once. Empty without
 // AVX2, FMA and F16C.
 std::vector<Isa> supported_isas();
+// Whether this CPU converts between fp32 and fp16.
+bool has_f16c();
 // "auto" is the highest supported one. Throws InvalidArgument for an unknown name, NotAvailable
 // for a level that this CPU lacks.
 Isa isa_from_name(const std::string& name);
