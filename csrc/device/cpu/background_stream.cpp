@@ -34,21 +34,28 @@ std::exception_ptr StreamPoint::await() {
 }
 
 BackgroundStream::BackgroundStream(Device& device, uint32_t id, Isa isa)
-    : device_(device), id_(id), context_{pool_, isa}, thread_([this] { work(); }) {}
+    : device_(device), id_(id), context_{pool_, isa} {
+  queue_->thread = std::thread([this] { work(); });
+}
 
 BackgroundStream::~BackgroundStream() {
-  {
-    const std::lock_guard lock(mutex_);
-    ending_ = true;
-    changed_.notify_all();
+  if (fork_guard_.is_inherited()) {
+    (void)queue_
+        .release();  // NOLINT(bugprone-unused-return-value): left alone, as the rest of a forked child's
+    return;
   }
-  thread_.join();
+  {
+    const std::lock_guard lock(queue_->mutex);
+    queue_->ending = true;
+    queue_->changed.notify_all();
+  }
+  queue_->thread.join();
 }
 
 void BackgroundStream::push(Task task) {
-  const std::lock_guard lock(mutex_);
-  tasks_.push_back(std::move(task));
-  changed_.notify_all();
+  const std::lock_guard lock(queue_->mutex);
+  queue_->tasks.push_back(std::move(task));
+  queue_->changed.notify_all();
 }
 
 void BackgroundStream::enqueue(const OpInfo& info, std::vector<Access> accesses, CpuFunction function) {
@@ -73,28 +80,28 @@ void BackgroundStream::wait(Event& event) {
 }
 
 bool BackgroundStream::is_idle() {
-  const std::lock_guard lock(mutex_);
-  return tasks_.empty() && !running_;
+  const std::lock_guard lock(queue_->mutex);
+  return queue_->tasks.empty() && !queue_->running;
 }
 
 void BackgroundStream::synchronize() {
-  std::unique_lock lock(mutex_);
-  wait_for(changed_, lock, [this] { return tasks_.empty() && !running_; });
-  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+  std::unique_lock lock(queue_->mutex);
+  wait_for(queue_->changed, lock, [this] { return queue_->tasks.empty() && !queue_->running; });
+  if (queue_->error) std::rethrow_exception(std::exchange(queue_->error, nullptr));
 }
 
 void BackgroundStream::work() {
-  std::unique_lock lock(mutex_);
+  std::unique_lock lock(queue_->mutex);
   while (true) {
-    changed_.wait(lock, [this] { return ending_ || !tasks_.empty(); });
-    if (tasks_.empty()) return;
+    queue_->changed.wait(lock, [this] { return queue_->ending || !queue_->tasks.empty(); });
+    if (queue_->tasks.empty()) return;
     {
-      Task task = std::move(tasks_.front());
-      tasks_.pop_front();
+      Task task = std::move(queue_->tasks.front());
+      queue_->tasks.pop_front();
       // Who waits for a point may go on before this thread does, and must find the stream idle then.
-      running_ = !task.point;
-      const bool skipped = !task.point && (error_ || ending_);
-      const std::exception_ptr earlier = error_;
+      queue_->running = !task.point;
+      const bool skipped = !task.point && (queue_->error || queue_->ending);
+      const std::exception_ptr earlier = queue_->error;
       lock.unlock();
       std::exception_ptr error;
       try {
@@ -105,10 +112,10 @@ void BackgroundStream::work() {
       }
       task = {};  // lets go of what it owns before anybody learns that it is done
       lock.lock();
-      if (error && !error_) error_ = error;
-      running_ = false;
+      if (error && !queue_->error) queue_->error = error;
+      queue_->running = false;
     }
-    changed_.notify_all();
+    queue_->changed.notify_all();
   }
 }
 

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/fork.h"
 #include "device/cpu/cpu_device.h"
 
 namespace polyreme {
@@ -43,7 +44,8 @@ inline PointEvent& as_event(Event& event) { return static_cast<PointEvent&>(even
 class BackgroundStream final : public CpuStream {
  public:
   BackgroundStream(Device& device, uint32_t id, Isa isa);
-  // Waits for the operation that runs; those that have not begun are dropped, and their points reached.
+  // Waits for the operation that runs; those that have not begun are dropped, and their points reached. In a
+  // forked child, where the thread does not exist, it leaves all as it is.
   ~BackgroundStream() override;
 
   Device& device() const override { return device_; }
@@ -59,6 +61,17 @@ class BackgroundStream final : public CpuStream {
     std::vector<Access> accesses;        // keeps the buffers
     std::shared_ptr<StreamPoint> point;  // instead of `run`: reached whatever went wrong before
   };
+  // Shared with the thread. Apart, since a forked child can neither destroy a condition that its parent waits
+  // for nor end the thread.
+  struct Queue {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<Task> tasks;
+    bool running = false;  // a task that is no longer in `tasks`
+    bool ending = false;
+    std::exception_ptr error;
+    std::thread thread;
+  };
   void push(Task task);
   void work();
 
@@ -66,14 +79,8 @@ class BackgroundStream final : public CpuStream {
   uint32_t id_;
   ThreadPool pool_{1};
   CpuContext context_;
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Task> tasks_;
-  bool running_ = false;  // a task that is no longer in tasks_
-  bool ending_ = false;
-  std::exception_ptr error_;
-  std::thread thread_;  // last: it uses the others
+  ForkGuard fork_guard_;
+  std::unique_ptr<Queue> queue_ = std::make_unique<Queue>();
 };
 
 }  // namespace polyreme

@@ -1,5 +1,7 @@
 // A background stream of the immediate device runs beside the host, in order, and shows it in events.
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <future>
@@ -112,6 +114,26 @@ TEST(BackgroundStream, OwnsTheBuffersOfItsOperationsUntilTheyHaveRun) {
   gate.set_value();
   rig.background->synchronize();
   EXPECT_TRUE(watch.expired());
+}
+
+// The thread is the parent's, and may wait or run at that moment.
+TEST(BackgroundStream, AForkedChildCanDestroyIt) {
+  for (const bool busy : {false, true}) {
+    Rig rig;
+    std::promise<void> gate;
+    if (busy) enqueue(*rig.background, [future = gate.get_future().share()] { future.wait(); });
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20);  // instead of hanging
+      rig.background.reset();
+      _exit(7);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << status;
+    gate.set_value();
+    rig.background->synchronize();
+  }
 }
 
 }  // namespace
