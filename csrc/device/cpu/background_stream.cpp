@@ -40,8 +40,8 @@ BackgroundStream::BackgroundStream(Device& device, uint32_t id, Isa isa)
 
 BackgroundStream::~BackgroundStream() {
   if (fork_guard_.is_inherited()) {
-    (void)queue_
-        .release();  // NOLINT(bugprone-unused-return-value): left alone, as the rest of a forked child's
+    // NOLINTNEXTLINE(bugprone-unused-return-value): left alone, as the rest of a forked child's
+    (void)queue_.release();
     return;
   }
   {
