@@ -170,14 +170,16 @@ def check(records, *, sizes, kinds=("weak",), zeros=(0,), repeats=2):
 
 @pytest.mark.mp
 def test_every_option_of_the_reduction_is_a_series():
-    more = ["--zero", "2,3", "--bucket-mib", "1,25", "--overlap", "on,off", "--repeats", 1]
+    more = ["--zero", "2,3", "--precision", "fp32,bf16", "--bucket-mib", "1,25", "--overlap", "on,off"]
+    more += ["--repeats", 1]
     done = polyreme("bench", "scaling", *TINY, "--sizes", "1,2", *more, "--json")
     assert done.returncode == 0, done.stderr
     rows = [row for row in json_lines(done.stdout) if row["record"] == "summary"]
-    assert len({row["label"] for row in rows}) == 8
-    assert len(rows) == 16
+    assert len({row["label"] for row in rows}) == 16
+    assert len(rows) == 32
     for size in (1, 2):
-        assert len({row["loss"] for row in rows if row["size"] == size}) == 1
+        losses = {(row["precision"], row["loss"]) for row in rows if row["size"] == size}
+        assert sorted(precision for precision, _ in losses) == ["bf16", "fp32"]
 
 
 @pytest.mark.mp

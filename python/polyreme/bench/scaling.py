@@ -264,7 +264,7 @@ def render_scaling(settings: dict[str, Any], rows: list[dict[str, Any]]) -> list
     for row in rows:
         low, high = row["efficiency_low"], row["efficiency_high"]
         is_base = low is None or low == high
-        between = "-" if is_base else f"{100 * low:6.2f} - {100 * high:6.2f}%"
+        between = "-" if is_base else f"{100 * low:6.2f} - {min(100 * high, 999.99):6.2f}%"
         lines.append(
             f"{row['kind']:6} {row['zero']:>4} {row['precision']:9} {row['sums']:7} {row['bucket_mib']:>3} MiB"
             f" {'on' if row['overlap'] else 'off':>7} {row['size']:>5} {row['batch']:>5}"
