@@ -435,7 +435,7 @@ class Checkpointer:
             pieces = [(i, begin, end) for i in indices for begin, end in held[i].pieces]
             size = sum((end - begin) * ITEM_BYTES[held[i].dtype] for i, begin, end in pieces)
             data = self._staging.memory(size)
-            files.read([(held[i].name, begin, end) for i, begin, end in pieces], data)
+            files.read([(held[i].name, held[i].slab, begin, end) for i, begin, end in pieces], data)
         except Exception as error:  # told to all ranks, whatever it is
             facts["error"] = str(error) if isinstance(error, Error) else repr(error)
             facts["corrupt"] = isinstance(error, CheckpointCorrupt)
