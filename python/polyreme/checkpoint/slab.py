@@ -116,5 +116,5 @@ def flat_runs(slab: Slab | None, shape: Sequence[int], begin: int, end: int) -> 
     places = np.cumsum(counts) - counts + first * row  # in the slab
     low, high = np.maximum(places, begin), np.minimum(places + counts, end)
     kept = low < high
-    runs: NDArray[np.int64] = np.stack([starts + (low - places), high - low], axis=1)
-    return runs[kept]
+    runs: NDArray[np.int64] = np.stack([starts + (low - places), high - low], axis=1)[kept]
+    return runs
