@@ -19,6 +19,7 @@ import numpy as np
 from .. import _core
 from ..checks import check_int, check_timeout, check_type
 from ..errors import CheckpointCorrupt, CheckpointError, Error, InvalidArgument
+from ..verification import is_verifying
 from ..world import World
 from . import directory as names
 from .arrays import ArrayState
@@ -219,6 +220,8 @@ class Checkpointer:
     ) -> bool:
         """Copies the state and returns while it is being written; whether a save was started. Collective.
 
+        Under `polyreme verify`, which runs a script several times for a few steps, nothing is saved.
+
         Args:
             state: a Trainer, or names to arrays (see ArrayPart for those that are cut).
             step: of arrays: the number of the checkpoint. A checkpoint of the same step is replaced.
@@ -228,6 +231,8 @@ class Checkpointer:
             InvalidArgument: names, arrays, extras that cannot be saved. Nothing was started.
             CheckpointError: the ranks do not agree; with on_error="raise", an earlier save has failed.
         """
+        if is_verifying():
+            return False
         start = time.perf_counter()
         core = self._world_of(state)
         if step is None and hasattr(state, "applied_steps"):
