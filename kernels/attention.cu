@@ -1,11 +1,12 @@
-// qkv, dqkv [batch, seq, 3, heads, head_dim]; out, dout [batch, seq, heads, head_dim]; log_sum_exp [batch,
-// heads, seq]. Grid of all kernels: x = (sample, head, block of 64 queries or keys), y = 64 columns of
-// head_dim; 256 threads. Blocks of other columns form the same scores again, so head_dim above 64 costs more
-// than it need. forward_kernel: blocks of queries; dq_kernel: the same; dkv_kernel: blocks of keys. dq and
-// dk, dv are apart, so that nothing is added across blocks of threads. Bytes: per pair of blocks, 64 rows of
-// q, k, v (backward: and dout) from the caches, in steps of 16 columns through 8 KiB of shared memory; scores
-// stay in shared memory (17 KiB, dkv 33 KiB). Bound by shared memory. Accumulator: fp32; chains over
-// head_dim, keys or queries in ascending order within a block pair, and block after block.
+// qkv, dqkv [batch, seq, heads + 2 kv_heads, head_dim]; out, dout [batch, seq, heads, head_dim]; log_sum_exp
+// [batch, heads, seq]. Grid of all kernels: x = (sample, head, block of 64 queries or keys), y = 64 columns
+// of head_dim; 256 threads. Blocks of other columns form the same scores again, so head_dim above 64 costs
+// more than it need. forward_kernel: blocks of queries; dq_kernel: the same; dkv_kernel: blocks of keys of a
+// k and v head, with all its query heads in ascending order. dq and dk, dv are apart, so that nothing is
+// added across blocks of threads. Bytes: per pair of blocks, 64 rows of q, k, v (backward: and dout) from the
+// caches, in steps of 16 columns through 8 KiB of shared memory; scores stay in shared memory (17 KiB, dkv 33
+// KiB). Bound by shared memory. Accumulator: fp32; chains over head_dim, keys or queries in ascending order
+// within a block pair, and block after block.
 #include "kernels/attention.cuh"
 #include "kernels/elements.cuh"
 #include "kernels/math.cuh"
@@ -19,33 +20,44 @@ constexpr int kStride =
     kBlock + 1;  // of scores, [key][query], in shared memory: columns lie in different banks
 constexpr int kVirtualLanes = 16;
 
-// Where this block of threads is: one head of one sample.
+// Where this block of threads is: a k and v head of one sample, and one of the query heads that it serves.
+// The grid counts heads, or k and v heads; then all query heads are visited.
 template <typename T>
 struct Head {
   const T* q;
   const T* k;
   const T* v;
-  int64_t qkv_stride, out_stride, seq, head_dim, first_out, first_sum, first_qkv;
+  int64_t qkv_stride, out_stride, seq, head_dim, sample, group, first_head;
+  int64_t first_q, first_k, first_v, first_out, first_sum;  // elements in qkv, out and log_sum_exp
   int64_t block, first_column;
   int columns;
 
-  __device__ explicit Head(const PolyremeAttention& args) {
+  __device__ Head(const PolyremeAttention& args, int64_t heads_of_grid) {
     const int64_t num_blocks = (args.seq + kBlock - 1) / kBlock;
     const int64_t sample_head = blockIdx.x / num_blocks;
-    const int64_t sample = sample_head / args.heads, head = sample_head % args.heads;
+    sample = sample_head / heads_of_grid;
+    first_head = sample_head % heads_of_grid * (args.heads / heads_of_grid);
+    group = args.heads / args.kv_heads;
     seq = args.seq;
     head_dim = args.head_dim;
     out_stride = args.heads * head_dim;
-    qkv_stride = 3 * out_stride;
-    first_qkv = sample * seq * qkv_stride + head * head_dim;
-    first_out = sample * seq * out_stride + head * head_dim;
-    first_sum = sample_head * seq;
-    q = static_cast<const T*>(args.qkv) + first_qkv;
-    k = q + out_stride;
-    v = k + out_stride;
+    qkv_stride = (args.heads + 2 * args.kv_heads) * head_dim;
+    const int64_t kv_head = first_head / group, first = sample * seq * qkv_stride;
+    first_k = first + (args.by_group ? kv_head * (group + 2) + group : args.heads + kv_head) * head_dim;
+    first_v = first_k + (args.by_group ? 1 : args.kv_heads) * head_dim;
+    k = static_cast<const T*>(args.qkv) + first_k;
+    v = static_cast<const T*>(args.qkv) + first_v;
     block = blockIdx.x % num_blocks;
     first_column = static_cast<int64_t>(blockIdx.y) * kTile;
     columns = static_cast<int>(head_dim - first_column < kTile ? head_dim - first_column : kTile);
+    take_query_head(args, first_head);
+  }
+  __device__ void take_query_head(const PolyremeAttention& args, int64_t head) {
+    const int64_t column = args.by_group ? head / group * (group + 2) + head % group : head;
+    first_q = sample * seq * qkv_stride + column * head_dim;
+    first_out = sample * seq * out_stride + head * head_dim;
+    first_sum = (sample * args.heads + head) * seq;
+    q = static_cast<const T*>(args.qkv) + first_q;
   }
   __device__ int size_of(int64_t first) const {
     return static_cast<int>(seq - first < kBlock ? seq - first : kBlock);
@@ -119,7 +131,7 @@ __global__ void forward_kernel(PolyremeAttention args) {
   POLYREME_SHARED(float, shift, kBlock);
   POLYREME_SHARED(float, alpha, kBlock);
   POLYREME_SHARED(float, total, kBlock);
-  const Head<T> head(args);
+  const Head<T> head(args, args.heads);
   const int64_t first_query = head.block * kBlock;
   const int num_queries = head.size_of(first_query);
   const auto thread = static_cast<int>(threadIdx.x);
@@ -235,7 +247,7 @@ __global__ void dq_kernel(PolyremeAttention args) {
   POLYREME_SHARED(float, gradients, kBlock* kStride);
   POLYREME_SHARED(float, row_dot, kBlock);
   POLYREME_SHARED(float, log_sum_exp, kBlock);
-  const Head<T> head(args);
+  const Head<T> head(args, args.heads);
   const int64_t first_query = head.block * kBlock;
   const int num_queries = head.size_of(first_query);
   load_query_sums(args, head, first_query, staged, row_dot, log_sum_exp);
@@ -250,7 +262,7 @@ __global__ void dq_kernel(PolyremeAttention args) {
                            head.qkv_stride, num_keys, head.columns, diagonal);
     add_part(sum, part);
   }
-  T* dq = static_cast<T*>(args.dqkv) + head.first_qkv + first_query * head.qkv_stride + head.first_column;
+  T* dq = static_cast<T*>(args.dqkv) + head.first_q + first_query * head.qkv_stride + head.first_column;
   for_part(sum, [&](float x, int query, int column) {
     if (query < num_queries && column < head.columns)
       dq[query * head.qkv_stride + column] = from_float<T>(x * args.scale);
@@ -264,49 +276,56 @@ __global__ void dkv_kernel(PolyremeAttention args) {
   POLYREME_SHARED(float, gradients, kBlock* kStride);
   POLYREME_SHARED(float, row_dot, kBlock);
   POLYREME_SHARED(float, log_sum_exp, kBlock);
-  const Head<T> head(args);
+  Head<T> head(args, args.kv_heads);
   const int64_t first_key = head.block * kBlock;
   const int num_keys = head.size_of(first_key);
   Part dk, dv, part;
   clear(dk);
   clear(dv);
-  for (int64_t first_query = first_key; first_query < head.seq; first_query += kBlock) {
-    const bool diagonal = first_key == first_query;
-    const int num_queries = head.size_of(first_query);
-    load_query_sums(args, head, first_query, staged, row_dot, log_sum_exp);
-    score_gradients(args, head, first_key, num_keys, first_query, num_queries, staged, row_dot, log_sum_exp,
-                    probabilities, gradients);
-    multiply_weights<false>(
-        part, staged, probabilities,
-        static_cast<const T*>(args.dout) + head.first_out + first_query * head.out_stride + head.first_column,
-        head.out_stride, num_queries, head.columns, diagonal);
-    add_part(dv, part);
-    multiply_weights<false>(part, staged, gradients,
-                            head.q + first_query * head.qkv_stride + head.first_column, head.qkv_stride,
-                            num_queries, head.columns, diagonal);
-    add_part(dk, part);
+  for (int64_t of_group = 0; of_group < head.group; ++of_group) {
+    head.take_query_head(args, head.first_head + of_group);
+    for (int64_t first_query = first_key; first_query < head.seq; first_query += kBlock) {
+      const bool diagonal = first_key == first_query;
+      const int num_queries = head.size_of(first_query);
+      load_query_sums(args, head, first_query, staged, row_dot, log_sum_exp);
+      score_gradients(args, head, first_key, num_keys, first_query, num_queries, staged, row_dot, log_sum_exp,
+                      probabilities, gradients);
+      multiply_weights<false>(part, staged, probabilities,
+                              static_cast<const T*>(args.dout) + head.first_out +
+                                  first_query * head.out_stride + head.first_column,
+                              head.out_stride, num_queries, head.columns, diagonal);
+      add_part(dv, part);
+      multiply_weights<false>(part, staged, gradients,
+                              head.q + first_query * head.qkv_stride + head.first_column, head.qkv_stride,
+                              num_queries, head.columns, diagonal);
+      add_part(dk, part);
+    }
   }
-  T* to = static_cast<T*>(args.dqkv) + head.first_qkv + first_key * head.qkv_stride + head.first_column;
-  const auto store = [&](Part& sum, T* rows, float factor) {
+  const auto store = [&](Part& sum, int64_t first, float factor) {
+    T* rows = static_cast<T*>(args.dqkv) + first + first_key * head.qkv_stride + head.first_column;
     for_part(sum, [&](float x, int key, int column) {
       if (key < num_keys && column < head.columns)
         rows[key * head.qkv_stride + column] = from_float<T>(x * factor);
     });
   };
-  store(dk, to + head.out_stride, args.scale);
-  store(dv, to + 2 * head.out_stride, 1.0f);
+  store(dk, head.first_k, args.scale);
+  store(dv, head.first_v, 1.0f);
 }
 
-// Calls launch(T{}, blocks) where there is something to do.
+// Calls launch(T{}, blocks_of) where there is something to do; blocks_of(heads): the grid over so many heads.
 template <typename Launch>
 cudaError_t launch_heads(const PolyremeAttention& args, Launch launch) {
-  if (args.batch < 0 || args.seq < 0 || args.heads < 1 || args.head_dim < 1) return cudaErrorInvalidValue;
-  const int64_t blocks = (args.seq + kBlock - 1) / kBlock * args.batch * args.heads;
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  if (args.batch < 0 || args.seq < 0 || args.heads < 1 || args.head_dim < 1 || args.kv_heads < 1 ||
+      args.heads % args.kv_heads != 0)
+    return cudaErrorInvalidValue;
+  const int64_t blocks_of_head = (args.seq + kBlock - 1) / kBlock * args.batch;
+  if (blocks_of_head * args.heads > INT32_MAX) return cudaErrorInvalidValue;
   return with_type(args.dtype, [&](auto type) {
-    if (blocks > 0)
-      launch(type,
-             dim3(static_cast<unsigned>(blocks), static_cast<unsigned>((args.head_dim + kTile - 1) / kTile)));
+    if (blocks_of_head > 0)
+      launch(type, [&](int64_t heads) {
+        return dim3(static_cast<unsigned>(blocks_of_head * heads),
+                    static_cast<unsigned>((args.head_dim + kTile - 1) / kTile));
+      });
     return cudaGetLastError();
   });
 }
@@ -314,18 +333,18 @@ cudaError_t launch_heads(const PolyremeAttention& args, Launch launch) {
 }  // namespace
 
 cudaError_t launch_attention_forward(const PolyremeAttention& args, cudaStream_t stream) {
-  return launch_heads(args, [&](auto type, dim3 blocks) {
+  return launch_heads(args, [&](auto type, auto blocks_of) {
     void (*kernel)(PolyremeAttention) = &forward_kernel<decltype(type)>;
-    POLYREME_LAUNCH(kernel, blocks, kTileThreads, stream, args);
+    POLYREME_LAUNCH(kernel, blocks_of(args.heads), kTileThreads, stream, args);
   });
 }
 
 cudaError_t launch_attention_backward(const PolyremeAttention& args, cudaStream_t stream) {
-  return launch_heads(args, [&](auto type, dim3 blocks) {
+  return launch_heads(args, [&](auto type, auto blocks_of) {
     void (*dq)(PolyremeAttention) = &dq_kernel<decltype(type)>;
     void (*dkv)(PolyremeAttention) = &dkv_kernel<decltype(type)>;
-    POLYREME_LAUNCH(dq, blocks, kTileThreads, stream, args);
-    POLYREME_LAUNCH(dkv, blocks, kTileThreads, stream, args);
+    POLYREME_LAUNCH(dq, blocks_of(args.heads), kTileThreads, stream, args);
+    POLYREME_LAUNCH(dkv, blocks_of(args.kv_heads), kTileThreads, stream, args);
   });
 }
 

@@ -1,8 +1,8 @@
 // flat_kernel, cast_kernel, fill_kernel: flat arrays of `count` elements; swiglu kernels: rows of `cols`.
 // Grid: one-dimensional, one thread per 16 bytes of the narrowest array, strides of the whole grid.
 // Bytes per element of size s: add 2s read, s written; GELU s and s, backward 2s and s; cast s and s'; SwiGLU
-// 2s and s per output, backward 3s and 2s. Memory-bound; an exp is some twenty operations on the way.
-// Accumulator: none, arithmetic is fp32.
+// 2s and s per output, backward 3s and 2s; accumulate s and 4, 4 written; scale s and s. Memory-bound; an exp
+// is some twenty operations on the way. Accumulator: none, arithmetic is fp32.
 #include "kernels/elements.cuh"
 #include "kernels/elementwise.cuh"
 #include "kernels/math.cuh"
@@ -89,6 +89,38 @@ __global__ void fill_kernel(PolyremeFill args, bool packs) {
   });
 }
 
+template <typename T>
+__global__ void accumulate_kernel(PolyremeAccumulate args, bool packs) {
+  const auto* x = static_cast<const T*>(args.x);
+  bool finite = true;
+  for_elements<kPack<T>>(args.count, packs, [&](int64_t i, auto pack) {
+    constexpr int kCount = decltype(pack)::value;
+    float terms[kCount], sums[kCount];
+    load_pack(x + i, terms);
+    load_pack(args.out + i, sums);
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+      finite = finite && terms[e] - terms[e] == 0.0f;
+      sums[e] = sums[e] + terms[e];
+    }
+    store_pack(args.out + i, sums);
+  });
+  if (!finite) atomicMax(args.not_finite, 1);
+}
+
+template <typename T>
+__global__ void scale_kernel(PolyremeScale args, bool packs) {
+  auto* x = static_cast<T*>(args.x);
+  for_elements<kPack<T>>(args.count, packs, [&](int64_t i, auto pack) {
+    constexpr int kCount = decltype(pack)::value;
+    float values[kCount];
+    load_pack(x + i, values);
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) values[e] = values[e] * args.factor;
+    store_pack(x + i, values);
+  });
+}
+
 template <typename T, bool kBackward>
 __global__ void swiglu_kernel(PolyremeSwiglu args, bool packs) {
   const auto* x = static_cast<const T*>(args.x);
@@ -170,6 +202,30 @@ cudaError_t launch_fill(const PolyremeFill& args, cudaStream_t stream) {
     void (*kernel)(PolyremeFill, bool) = &fill_kernel<T>;
     POLYREME_LAUNCH(kernel, blocks_for(args.count, kThreads * kPack<T>), kThreads, stream, args,
                     packs_fit(args.out));
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_accumulate(const PolyremeAccumulate& args, cudaStream_t stream) {
+  if (args.count < 0) return cudaErrorInvalidValue;
+  return with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (args.count == 0) return cudaSuccess;
+    void (*kernel)(PolyremeAccumulate, bool) = &accumulate_kernel<T>;
+    POLYREME_LAUNCH(kernel, blocks_for(args.count, kThreads * kPack<T>), kThreads, stream, args,
+                    packs_fit(args.x, args.out));
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_scale(const PolyremeScale& args, cudaStream_t stream) {
+  if (args.count < 0) return cudaErrorInvalidValue;
+  return with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (args.count == 0) return cudaSuccess;
+    void (*kernel)(PolyremeScale, bool) = &scale_kernel<T>;
+    POLYREME_LAUNCH(kernel, blocks_for(args.count, kThreads * kPack<T>), kThreads, stream, args,
+                    packs_fit(args.x));
     return cudaGetLastError();
   });
 }

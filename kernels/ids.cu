@@ -1,4 +1,4 @@
-// check_ids_kernel: ids [count] -> one word.
+// check_ids_kernel: ids [count] -> two words.
 // Grid: one block of 1024 threads, strides over the ids: a launch of its own costs more than they do.
 // Bytes per element: 4 read. Accumulator: int32, minimum.
 #include "kernels/ids.cuh"
@@ -30,7 +30,10 @@ __global__ void check_ids_kernel(const int32_t* ids, int32_t count, int64_t end,
     __syncthreads();
     found = first[lane];
   }
-  if (threadIdx.x == 0) *bad = found;
+  if (threadIdx.x == 0) {
+    bad[0] = found;
+    bad[1] = found == kNoneIsBad ? 0 : ids[found];
+  }
 }
 
 }  // namespace

@@ -75,6 +75,29 @@ __device__ inline double log_f64(double x) {
   return static_cast<double>(static_cast<int32_t>(e)) * 0.6931471805599453 + (twice + twice * (p * z));
 }
 
+// exp(x) in fp64 for |x| < 700: scalar_math.h.
+__device__ inline double exp_f64(double x) {
+  const double magic = 6755399441055744.0;
+  const double shifted = x * 1.4426950408889634 + magic;
+  const double n = shifted - magic;
+  const double r = (x - n * 0.6931471805598903) - n * 5.497923018708371e-14;
+  double p = 1.0 / 6227020800;
+  p = p * r + 1.0 / 479001600;
+  p = p * r + 1.0 / 39916800;
+  p = p * r + 1.0 / 3628800;
+  p = p * r + 1.0 / 362880;
+  p = p * r + 1.0 / 40320;
+  p = p * r + 1.0 / 5040;
+  p = p * r + 1.0 / 720;
+  p = p * r + 1.0 / 120;
+  p = p * r + 1.0 / 24;
+  p = p * r + 1.0 / 6;
+  p = p * r + 0.5;
+  p = p * r + 1.0;
+  p = p * r + 1.0;
+  return p * __longlong_as_double((static_cast<int64_t>(static_cast<int32_t>(n)) + 1023) << 52);
+}
+
 struct SinCos {
   double sin, cos;
 };

@@ -3,7 +3,8 @@
 // whole grid. Elements whose blocks do not begin with the array's packs go one by one, each drawing its own
 // block. Bytes per element of size s: s read, s written; ten rounds of Philox, 40 multiplications, per four
 // elements. normal_kernel: out [count], one thread per block of four words, 4 bytes written per element;
-// logarithm, sine and cosine in fp64 from written-out operations, so bound by fp64 units. Accumulator: none.
+// logarithm, sine and cosine in fp64 from written-out operations, so bound by fp64 units. round_kernel: x, y
+// [count], one thread per block of four words, 4 bytes read and 2 written per element. Accumulator: none.
 #include "base/philox.h"
 #include "kernels/elements.cuh"
 #include "kernels/math.cuh"
@@ -69,7 +70,35 @@ __global__ void normal_kernel(PolyremeFillNormal args, int64_t first_block, int6
   }
 }
 
+__global__ void round_kernel(PolyremeRoundStochastic args, int64_t first_block, int64_t num_blocks) {
+  const RandomKey key = key_of(args.key);
+  auto* y = static_cast<uint16_t*>(args.y);
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t n = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; n < num_blocks; n += stride) {
+    const Philox4 random = random_block(key, static_cast<uint64_t>(first_block + n));
+    const int64_t at = (first_block + n) * 4 - args.first_element;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (at + e < 0 || at + e >= args.count) continue;
+      auto bits = static_cast<uint32_t>(__float_as_int(args.x[at + e]));
+      // Infinity keeps its bits; a carry into the exponent is the next number. NaN becomes a quiet one.
+      if ((bits & 0x7fffffff) <= 0x7f800000) bits += random.word[e] & 0xffff;
+      y[at + e] = static_cast<uint16_t>((bits & 0x7fffffff) <= 0x7f80ffff ? bits >> 16 : bits >> 16 | 0x40);
+    }
+  }
+}
+
 }  // namespace
+
+cudaError_t launch_round_stochastic(const PolyremeRoundStochastic& args, cudaStream_t stream) {
+  if (args.count < 0 || args.first_element < 0) return cudaErrorInvalidValue;
+  if (args.count == 0) return cudaSuccess;
+  const int64_t first_block = args.first_element / 4;
+  const int64_t num_blocks = (args.first_element + args.count - 1) / 4 - first_block + 1;
+  void (*kernel)(PolyremeRoundStochastic, int64_t, int64_t) = &round_kernel;
+  POLYREME_LAUNCH(kernel, blocks_for(num_blocks, kThreads), kThreads, stream, args, first_block, num_blocks);
+  return cudaGetLastError();
+}
 
 cudaError_t launch_dropout(const PolyremeDropout& args, cudaStream_t stream) {
   if (args.count < 0 || args.first_element < 0) return cudaErrorInvalidValue;

@@ -13,5 +13,7 @@ namespace polyreme::kernels {
 cudaError_t launch_dropout(const PolyremeDropout& args, cudaStream_t stream);
 // out[i]: normal of mean 0, element first_element + i (Box-Muller 1958).
 cudaError_t launch_fill_normal(const PolyremeFillNormal& args, cudaStream_t stream);
+// y[i] = x[i], rounded up or down at random so that the mean is exact; element first_element + i.
+cudaError_t launch_round_stochastic(const PolyremeRoundStochastic& args, cudaStream_t stream);
 
 }  // namespace polyreme::kernels

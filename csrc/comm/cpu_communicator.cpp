@@ -3,6 +3,7 @@
 #include <exception>
 
 #include "comm/split.h"
+#include "comm/staged.h"
 #include "device/cpu/cpu_device.h"
 #include "tensor/access.h"
 
@@ -106,6 +107,18 @@ class CpuWork final : public Work {
   Stream& stream_;
 };
 
+// Of a collective that was run by the host, or has nothing to wait for, but whose results are still on their
+// way to a GPU.
+class CopiedWork final : public Work {
+ public:
+  explicit CopiedWork(Stream& stream) : done_(stream.device().create_event()) { stream.record(*done_); }
+  void wait() override { done_->synchronize(); }
+  void wait_on(Stream& stream) override { stream.wait(*done_); }
+
+ private:
+  std::unique_ptr<Event> done_;
+};
+
 int64_t bytes_of(const CollectiveCall& call) {
   return call.count * static_cast<int64_t>(dtype_size(call.dtype));
 }
@@ -169,6 +182,8 @@ SingleUser::Guard CpuCommunicator::enter() {
 std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory memory,
                                              std::span<const Use> uses, Stream& stream) {
   transport_->throw_if_failed();
+  if (stream.device().kind() == DeviceKind::kCuda)
+    return issue_on_gpu(call, std::move(memory), uses, as_cuda(stream));
   CpuStream& cpu_stream = as_cpu(stream);
   CallLedger::Line& line = transport_->ledger().of(call.op);
   call.sequence = CallLedger::sequence_of(line.posted) + 1;
@@ -202,6 +217,26 @@ std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory mem
   order_->done = done;
   order_->device = &stream.device();
   return std::make_unique<CpuWork>(transport_, pending, std::move(done), stream);
+}
+
+std::unique_ptr<Work> CpuCommunicator::issue_on_gpu(CollectiveCall call, CallMemory memory,
+                                                    std::span<const Use> uses, CudaStream& stream) {
+  std::vector<StagedTensor> tensors;
+  for (const Use& use : uses) tensors.push_back({use.tensor, use.write});
+  if (size() == 1) {
+    enqueue_alone(stream, tensors);
+    return std::make_unique<CopiedWork>(stream);
+  }
+  StagedCall staged(stream, std::move(memory), tensors);
+  order_->drain();
+  CallLedger::Line& line = transport_->ledger().of(call.op);
+  call.sequence = CallLedger::sequence_of(line.posted) + 1;
+  line.posted.store(CallLedger::mark_of(call), std::memory_order_relaxed);
+  PendingCall pending(call, staged.memory(), journal_.enqueue(call, bytes_of(call)));
+  pending.at_once = true;
+  pending.execute(*transport_);
+  staged.copy_back();
+  return std::make_unique<CopiedWork>(stream);
 }
 
 void CpuCommunicator::enqueue(CpuStream& stream, const OpInfo& info, std::span<const Use> uses,

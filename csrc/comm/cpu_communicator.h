@@ -12,6 +12,7 @@
 #include "comm/journal.h"
 #include "comm/transport.h"
 #include "device/cpu/cpu_device.h"
+#include "device/cuda/cuda_device.h"
 
 namespace polyreme {
 
@@ -49,7 +50,8 @@ struct IssueOrder;
 struct PendingCall;
 
 // A communicator on the CPU device: what all transports share. It checks arguments, gives calls their place
-// in streams and their sequence numbers, and hands them to the transport one by one.
+// in streams and their sequence numbers, and hands them to the transport one by one. Tensors of a GPU go over
+// memory of the host (StagedCall).
 class CpuCommunicator final : public Communicator {
  public:
   // `order`: null for a group that was not split from another.
@@ -93,6 +95,9 @@ class CpuCommunicator final : public Communicator {
                               Stream& stream) {
     return issue(call, std::move(memory), std::span(uses.begin(), uses.size()), stream);
   }
+  // On tensors of a GPU: blocks the host, unless the group is of one rank.
+  std::unique_ptr<Work> issue_on_gpu(CollectiveCall call, CallMemory memory, std::span<const Use> uses,
+                                     CudaStream& stream);
   void enqueue(CpuStream& stream, const OpInfo& info, std::span<const Use> uses,
                const std::shared_ptr<PendingCall>& pending);
   // Before any use. Throws InvalidArgument for a second thread and in a fork.

@@ -78,6 +78,8 @@ PolyremeAttention attention_args(const Sizes& sizes, const Tensor& qkv, const Te
           .seq = sizes.seq,
           .heads = sizes.heads,
           .head_dim = sizes.head_dim,
+          .kv_heads = sizes.kv_heads,
+          .by_group = sizes.by_group,
           .scale = sizes.scale(),
           .dtype = dtype_code(qkv)};
 }
@@ -90,7 +92,7 @@ void attention_forward(Stream& stream, const Tensor& qkv, const Tensor& out, con
   check_apart({op, "out"}, out, qkv);
   check_apart({op, "log_sum_exp"}, log_sum_exp, qkv);
   check_apart({op, "log_sum_exp"}, log_sum_exp, out);
-  if (CudaStream* const gpu = gpu_stream(stream); gpu != nullptr && !sizes.by_group)
+  if (CudaStream* const gpu = gpu_stream(stream))
     return launch(*gpu, op, {qkv, out, log_sum_exp}, &PolyremeCudaTable::attention_forward,
                   attention_args(sizes, qkv, out, log_sum_exp));
   // S and O: two products.
@@ -132,7 +134,7 @@ void attention_backward(Stream& stream, const Tensor& qkv, const Tensor& out, co
   check_dense({op, "dout"}, dout, out.shape(), qkv.dtype());
   check_dense({op, "dqkv"}, dqkv, qkv.shape(), qkv.dtype());
   for (const Tensor* in : {&qkv, &out, &log_sum_exp, &dout}) check_apart({op, "dqkv"}, dqkv, *in);
-  if (CudaStream* const gpu = gpu_stream(stream); gpu != nullptr && !sizes.by_group) {
+  if (CudaStream* const gpu = gpu_stream(stream)) {
     PolyremeAttention args = attention_args(sizes, qkv, out, log_sum_exp);
     args.dout = dout.raw_address();
     args.dqkv = dqkv.raw_address();

@@ -3,17 +3,41 @@
 #include "ops/cpu/elements.h"
 #include "ops/cpu/enqueue.h"
 #include "ops/cpu/ranges.h"
+#include "ops/cuda/launch.h"
 #include "ops/ops.h"
 
 namespace polyreme {
 namespace {
 
+[[noreturn]] void refuse_target(const char* op, int64_t row, int32_t target, int64_t vocab) {
+  throw InvalidArgument(concat(op, ": target of row ", row, " is ", target, "; expected 0 to ", vocab - 1,
+                               ", or ", kIgnoreIndex, " to ignore the row"));
+}
+
 // Throws before anything was written.
 void check_targets(const char* op, const int32_t* targets, int64_t rows, int64_t vocab) {
   for (int64_t row = 0; row < rows; ++row)
-    require(targets[row] == kIgnoreIndex || (targets[row] >= 0 && targets[row] < vocab), op,
-            ": target of row ", row, " is ", targets[row], "; expected 0 to ", vocab - 1, ", or ",
-            kIgnoreIndex, " to ignore the row");
+    if (targets[row] != kIgnoreIndex && (targets[row] < 0 || targets[row] >= vocab))
+      refuse_target(op, row, targets[row], vocab);
+}
+
+// The kernel writes nothing where a target is bad; the stream tells it.
+void launch_checked(CudaStream& gpu, const char* op, const Tensor& logits, const Tensor& targets,
+                    const Tensor& loss, const Tensor& log_sum_exp, float scale,
+                    Kernel<PolyremeCrossEntropy> kernel) {
+  const Tensor bad = make_bad_id(gpu);
+  const int64_t rows = logits.size(0), vocab = logits.size(1);
+  launch(gpu, op, {logits, targets, loss, log_sum_exp, bad}, kernel,
+         {.logits = logits.raw_address(),
+          .targets = targets.address<int32_t>(),
+          .loss = loss.defined() ? loss.address<float>() : nullptr,
+          .log_sum_exp = log_sum_exp.address<float>(),
+          .bad = bad.address<int32_t>(),
+          .rows = rows,
+          .vocab = vocab,
+          .scale = scale,
+          .dtype = dtype_code(logits)});
+  refuse_bad_id(gpu, bad, [=](int64_t row, int32_t target) { refuse_target(op, row, target, vocab); });
 }
 
 }  // namespace
@@ -26,6 +50,9 @@ void cross_entropy_forward(Stream& stream, const Tensor& logits, const Tensor& t
   check_dense({kOp, "targets"}, targets, {rows}, DType::kI32);
   check_dense({kOp, "loss"}, loss, {rows});
   check_dense({kOp, "log_sum_exp"}, log_sum_exp, {rows});
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch_checked(*gpu, kOp, logits, targets, loss, log_sum_exp, 0.0f,
+                          &PolyremeCudaTable::cross_entropy_forward);
   const cpu::CrossEntropyForward args = {.vocab = vocab,
                                          .type = element_of(logits),
                                          .logits = logits.raw_address(),
@@ -50,6 +77,9 @@ void cross_entropy_backward(Stream& stream, const Tensor& logits, const Tensor& 
   const int64_t rows = logits.size(0), vocab = logits.size(1);
   check_dense({kOp, "targets"}, targets, {rows}, DType::kI32);
   check_dense({kOp, "log_sum_exp"}, log_sum_exp, {rows});
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch_checked(*gpu, kOp, logits, targets, {}, log_sum_exp, scale,
+                          &PolyremeCudaTable::cross_entropy_backward);
   const cpu::CrossEntropyBackward args = {.vocab = vocab,
                                           .type = element_of(logits),
                                           .logits = logits.raw_address(),

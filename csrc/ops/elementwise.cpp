@@ -157,6 +157,13 @@ void round_stochastic(Stream& stream, const Tensor& from, const Tensor& to, cons
   const float* const x = from.address<float>();
   const ElementPointer y(to);
   const auto first = static_cast<uint64_t>(first_element);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "round_stochastic", {from, to}, &PolyremeCudaTable::round_stochastic,
+                  {.x = x,
+                   .y = to.raw_address(),
+                   .count = from.numel(),
+                   .first_element = first_element,
+                   .key = key_args(key)});
   as_cpu(stream).enqueue(
       {"round_stochastic", OpKind::kElementwise}, {reads(from), writes(to)},
       [=, n = from.numel()](const CpuContext& context) {

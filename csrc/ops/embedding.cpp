@@ -2,6 +2,7 @@
 #include "ops/cpu/elements.h"
 #include "ops/cpu/enqueue.h"
 #include "ops/cpu/ranges.h"
+#include "ops/cuda/launch.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -30,11 +31,33 @@ Sizes check_embedding(const char* op, const Tensor& tokens, const Tensor& token_
   return sizes;
 }
 
+[[noreturn]] void refuse_token(const char* op, int64_t index, int32_t token, const Sizes& sizes) {
+  throw InvalidArgument(concat(op, ": token ", index, " is ", token, "; expected 0 to ", sizes.vocab - 1));
+}
+
 // Throws before anything was written: a token outside the table would be a write outside its memory.
 void check_tokens(const char* op, const int32_t* tokens, const Sizes& sizes) {
   for (int64_t i = 0; i < sizes.batch * sizes.seq; ++i)
-    require(tokens[i] >= 0 && tokens[i] < sizes.vocab, op, ": token ", i, " is ", tokens[i],
-            "; expected 0 to ", sizes.vocab - 1);
+    if (tokens[i] < 0 || tokens[i] >= sizes.vocab) refuse_token(op, i, tokens[i], sizes);
+}
+
+// The kernel writes nothing where a token is bad; the stream tells it.
+void launch_checked(CudaStream& gpu, const char* op, const Sizes& sizes, const Tensor& tokens,
+                    const Tensor& token_rows, const Tensor& position_rows, const Tensor& rows,
+                    Kernel<PolyremeEmbedding> kernel) {
+  const Tensor bad = make_bad_id(gpu);
+  launch(gpu, op, {tokens, token_rows, position_rows, rows, bad}, kernel,
+         {.tokens = tokens.address<int32_t>(),
+          .token_rows = token_rows.raw_address(),
+          .position_rows = position_rows.defined() ? position_rows.raw_address() : nullptr,
+          .rows = rows.raw_address(),
+          .bad = bad.address<int32_t>(),
+          .batch = sizes.batch,
+          .seq = sizes.seq,
+          .cols = sizes.cols,
+          .vocab = sizes.vocab,
+          .dtype = dtype_code(rows)});
+  refuse_bad_id(gpu, bad, [=](int64_t index, int32_t token) { refuse_token(op, index, token, sizes); });
 }
 
 // The rows [0, seq) of a position table are all that an operation touches.
@@ -50,6 +73,9 @@ void embedding_forward(Stream& stream, const Tensor& tokens, const Tensor& token
   const Sizes sizes =
       check_embedding(kOp, tokens, token_table, "token_table", position_table, "position_table", out, "out");
   check_dense({kOp, "out"}, out, out.shape(), token_table.dtype());
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch_checked(*gpu, kOp, sizes, tokens, token_table, position_table, out,
+                          &PolyremeCudaTable::embedding_forward);
   const int32_t* const token = tokens.address<int32_t>();
   const bool has_positions = position_table.defined();
   const ElementPointer token_rows(token_table), out_rows(out);
@@ -82,6 +108,9 @@ void embedding_backward(Stream& stream, const Tensor& tokens, const Tensor& dout
       check_embedding(kOp, tokens, token_grad, "token_grad", position_grad, "position_grad", dout, "dout");
   check_dense({kOp, "token_grad"}, token_grad, DType::kF32);
   if (position_grad.defined()) check_apart({kOp, "position_grad"}, position_grad, token_grad);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch_checked(*gpu, kOp, sizes, tokens, token_grad, position_grad, dout,
+                          &PolyremeCudaTable::embedding_backward);
   const int32_t* const token = tokens.address<int32_t>();
   const ElementPointer dout_rows(dout);
   float* const token_rows = token_grad.address<float>();

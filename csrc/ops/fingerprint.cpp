@@ -4,6 +4,7 @@
 #include "base/math.h"
 #include "ops/check.h"
 #include "ops/cpu/enqueue.h"
+#include "ops/cuda/launch.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -34,6 +35,9 @@ void fingerprint(Stream& stream, const Tensor& x, const Tensor& out) {
   check_dense({"fingerprint", "out"}, out, {1}, DType::kI64);
   const char* const bytes = static_cast<const char*>(x.raw_address());
   int64_t* const result = out.address<int64_t>();
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "fingerprint", {x, out}, &PolyremeCudaTable::fingerprint,
+                  {.x = bytes, .size_bytes = x.size_bytes(), .out = reinterpret_cast<uint64_t*>(result)});
   as_cpu(stream).enqueue(
       {"fingerprint"}, {reads(x), writes(out)}, [=, size = x.size_bytes()](const CpuContext& context) {
         constexpr int64_t kWords = int64_t{1} << 16;  // of one task

@@ -20,6 +20,29 @@ void check_gamma(const char* op, const Tensor& gamma, const Tensor& activations)
   check_dense({op, "gamma"}, gamma, {activations.size(1)}, is_narrow ? gamma.dtype() : DType::kF32);
 }
 
+// Turns the first `heads` heads of each group where they are; tables of angles are made on the way.
+void launch_rotary(CudaStream& gpu, const char* op, const Tensor& x, int64_t heads, double theta,
+                   bool inverse) {
+  const int64_t seq = x.size(1), head_dim = x.size(4);
+  const Tensor tables = empty(gpu.device(), DType::kF32, {2, seq, head_dim / 2}, "rotary tables");
+  float* const cosine = tables.address<float>();
+  float* const sine = cosine + seq * head_dim / 2;
+  launch(gpu, op, {tables}, &PolyremeCudaTable::rotary_table,
+         {.cosine = cosine, .sine = sine, .seq = seq, .head_dim = head_dim, .theta = theta});
+  launch(gpu, op, {x, tables}, &PolyremeCudaTable::rotary,
+         {.x = x.raw_address(),
+          .cosine = cosine,
+          .sine = sine,
+          .tokens = x.size(0) * seq,
+          .seq = seq,
+          .groups = x.size(2),
+          .heads = heads,
+          .head_dim = head_dim,
+          .row_stride = x.size(3) * head_dim,
+          .backward = inverse,
+          .dtype = dtype_code(x)});
+}
+
 }  // namespace
 
 void rms_norm_forward(Stream& stream, const Tensor& x, const Tensor& gamma, float eps, const Tensor& y,
@@ -153,6 +176,11 @@ void rotary(Stream& stream, const Tensor& x, const Tensor& y, int64_t heads, dou
   require(x.size(4) % 2 == 0, kOp, ": x: expected an even head_dim, got ", x.size(4));
   require(theta >= 1 && std::isfinite(theta), kOp, ": theta: expected a finite number, 1 or more, got ",
           theta);
+  if (CudaStream* const gpu = gpu_stream(stream)) {
+    if (y.raw_address() != x.raw_address()) copy(stream, x, y);
+    if (heads > 0 && x.numel() > 0) launch_rotary(*gpu, kOp, y, heads, theta, inverse);
+    return;
+  }
   const cpu::Rotary args = {.samples = x.size(0),
                             .seq = x.size(1),
                             .groups = x.size(2),

@@ -116,6 +116,10 @@ void accumulate(Stream& stream, const Tensor& x, const Tensor& out, const Tensor
   const ElementPointer terms(x);
   float* const data = out.address<float>();
   int32_t* const flag = not_finite.address<int32_t>();
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(
+        *gpu, kOp, {x, out, not_finite}, &PolyremeCudaTable::accumulate,
+        {.x = x.raw_address(), .out = data, .not_finite = flag, .count = x.numel(), .dtype = dtype_code(x)});
   as_cpu(stream).enqueue(
       {kOp, OpKind::kElementwise}, {reads(x), reads(out), writes(out), reads(not_finite), writes(not_finite)},
       [=, n = x.numel()](const CpuContext& context) {
@@ -129,6 +133,9 @@ void accumulate(Stream& stream, const Tensor& x, const Tensor& out, const Tensor
 
 void scale(Stream& stream, const Tensor& x, float factor) {
   check_float({"scale", "x"}, x);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "scale", {x}, &PolyremeCudaTable::scale,
+                  {.x = x.raw_address(), .count = x.numel(), .factor = factor, .dtype = dtype_code(x)});
   const ElementPointer data(x);
   as_cpu(stream).enqueue(
       {"scale", OpKind::kElementwise}, {reads(x), writes(x)}, [=, n = x.numel()](const CpuContext& context) {
@@ -141,6 +148,10 @@ void scale(Stream& stream, const Tensor& x, float factor) {
 void clear_flags(Stream& stream, const Tensor& flags) {
   check_dense({"clear_flags", "flags"}, flags, DType::kI32);
   int32_t* const data = flags.address<int32_t>();
+  if (CudaStream* const gpu = gpu_stream(stream))  // as floats: all bits are 0
+    return launch(
+        *gpu, "clear_flags", {flags}, &PolyremeCudaTable::fill,
+        {.out = data, .count = flags.numel(), .value = 0.0f, .dtype = static_cast<int32_t>(DType::kF32)});
   as_cpu(stream).enqueue({"clear_flags"}, {writes(flags)},
                          [=, n = flags.numel()](const CpuContext&) { std::fill(data, data + n, 0); });
 }

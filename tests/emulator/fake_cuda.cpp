@@ -14,18 +14,24 @@
 #include <vector>
 
 #include "emulator/fake_gpu.h"
+#include "emulator/happens_before.h"
 
 using polyreme::fake_gpu::Step;
 
 // The types that cuda_runtime.h leaves open.
 struct CUstream_st {
   int gpu = 0;
+  size_t id = 0;
+  polyreme::fake_gpu::Clock clock;
   std::deque<Step> steps;
   uint64_t num_enqueued = 0, num_done = 0;
   bool destroyed = false;
 };
 struct CUevent_st {
   uint64_t recorded = 0, reached = 0;  // generations
+  int gpu = 0;                         // of the last record
+  // What the stream had seen at the last record; filled when that is reached.
+  std::shared_ptr<polyreme::fake_gpu::Clock> clock = std::make_shared<polyreme::fake_gpu::Clock>();
 };
 
 namespace polyreme::fake_gpu {
@@ -42,6 +48,7 @@ struct State {
   std::vector<std::unique_ptr<CUstream_st>> streams;
   std::vector<std::unique_ptr<CUevent_st>> events;  // steps refer to them, so all stay until reset
   std::map<int, CUstream_st*> default_streams;
+  std::map<int, Clock> host_clocks;                     // by GPU: what its host has waited for
   std::map<std::string, std::pair<int, int>> failures;  // calls left, code
   std::set<int> frozen;
   char* arena = nullptr;
@@ -72,15 +79,25 @@ cudaError_t give(cudaError_t error) {
   const Lock lock;      \
   if (const int code = failure_of(name)) return give(static_cast<cudaError_t>(code))
 
+CUstream_st* new_stream() {
+  auto& streams = state().streams;
+  streams.push_back(std::make_unique<CUstream_st>());
+  streams.back()->gpu = current_gpu;
+  streams.back()->id = streams.size() - 1;
+  streams.back()->clock.resize(streams.size());
+  return streams.back().get();
+}
+
 CUstream_st* stream_of(cudaStream_t stream) {
   if (stream != nullptr) return stream;
   CUstream_st*& own = state().default_streams[current_gpu];
-  if (own == nullptr) {
-    state().streams.push_back(std::make_unique<CUstream_st>());
-    own = state().streams.back().get();
-    own->gpu = current_gpu;
-  }
+  if (own == nullptr) own = new_stream();
   return own;
+}
+
+Operation operation_of(const CUstream_st* stream, const std::string& name) {
+  return {name + " of GPU " + std::to_string(stream->gpu) + ", stream " + std::to_string(stream->id),
+          stream->id, stream->clock};
 }
 
 // Lets one stream of all GPUs make one step, if any can.
@@ -149,6 +166,7 @@ void reset(int num_gpus, uint64_t seed) {
     if (memory == MAP_FAILED) std::abort();
     s.arena = static_cast<char*>(memory);
   }
+  watch_arena(s.arena, kArenaBytes);
   madvise(s.arena, kArenaBytes, MADV_DONTNEED);
   mprotect(s.arena, kArenaBytes, PROT_NONE);
   s.num_gpus = num_gpus;
@@ -156,6 +174,7 @@ void reset(int num_gpus, uint64_t seed) {
   s.streams.clear();
   s.events.clear();
   s.default_streams.clear();
+  s.host_clocks.clear();
   s.failures.clear();
   s.frozen.clear();
   s.blocks.clear();
@@ -182,19 +201,28 @@ void freeze_gpu(int index) {
 
 void enqueue(cudaStream_t stream, Step step) {
   CUstream_st* target = stream_of(stream);
-  target->steps.push_back(std::move(step));
+  target->steps.push_back([target, step = std::move(step), host = state().host_clocks[target->gpu]] {
+    merge(target->clock, host);
+    return step();
+  });
   ++target->num_enqueued;
 }
 
-void enqueue_launch(cudaStream_t stream, std::function<void()> body) {
+void count_operation(cudaStream_t stream) { ++stream->clock[stream->id]; }
+void see(cudaStream_t stream, cudaStream_t other) { merge(stream->clock, other->clock); }
+void touch(cudaStream_t stream, const char* name, const void* begin, size_t bytes, bool writes) {
+  touch(operation_of(stream, name), begin, bytes, writes);
+}
+
+void enqueue_launch(cudaStream_t stream, const std::string& name, std::function<void()> body) {
   const Lock lock;
   if (const int code = failure_of("cudaLaunchKernel")) {
     last_error = static_cast<cudaError_t>(code);
     return;
   }
-  enqueue(stream, [body = std::move(body)] {
-    const MemoryAccess access;
-    body();
+  enqueue(stream, [body = std::move(body), name, target = stream_of(stream)] {
+    count_operation(target);
+    run_watched(operation_of(target, name), state().used, body);
     return true;
   });
 }
@@ -288,6 +316,7 @@ cudaError_t cudaFree(void* address) {
     const MemoryAccess access;
     std::memset(address, 0xff, bytes);
   }
+  forget_memory(address, bytes);
   state().blocks.erase(it);
   // The end of what is used: each access opens and closes all of it.
   const auto last = state().blocks.rbegin();
@@ -309,9 +338,7 @@ cudaError_t cudaFreeHost(void* address) {
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   FAKE_CALL("cudaStreamCreate");
-  state().streams.push_back(std::make_unique<CUstream_st>());
-  *stream = state().streams.back().get();
-  (*stream)->gpu = current_gpu;
+  *stream = new_stream();
   return cudaSuccess;
 }
 // What is still in it runs; the object stays until reset.
@@ -330,6 +357,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     wanted = target->num_enqueued;
   }
   progress_until([&] { return target->num_done >= wanted; });
+  const Lock lock;
+  merge(state().host_clocks[target->gpu], target->clock);
   return cudaSuccess;
 }
 
@@ -342,30 +371,44 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
 cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   FAKE_CALL("cudaEventRecord");
-  enqueue(stream, [event, generation = ++event->recorded] {
+  CUstream_st* target = stream_of(stream);
+  event->gpu = target->gpu;
+  event->clock = std::make_shared<Clock>();
+  enqueue(stream, [event, target, clock = event->clock, generation = ++event->recorded] {
     event->reached = std::max(event->reached, generation);
+    *clock = target->clock;
     return true;
   });
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   FAKE_CALL("cudaStreamWaitEvent");
-  enqueue(stream, [event, generation = event->recorded] { return event->reached >= generation; });
+  enqueue(stream, [event, target = stream_of(stream), clock = event->clock, generation = event->recorded] {
+    if (event->reached < generation) return false;
+    merge(target->clock, *clock);
+    return true;
+  });
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   FAKE_CALL("cudaEventQuery");
   for (uint32_t i = random_below(8); i > 0; --i) progress();
-  return event->reached >= event->recorded ? cudaSuccess : give(cudaErrorNotReady);
+  if (event->reached < event->recorded) return give(cudaErrorNotReady);
+  merge(state().host_clocks[event->gpu], *event->clock);
+  return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   { FAKE_CALL("cudaEventSynchronize"); }
   uint64_t wanted;
+  std::shared_ptr<Clock> clock;
   {
     const Lock lock;
     wanted = event->recorded;
+    clock = event->clock;
   }
   progress_until([&] { return event->reached >= wanted; });
+  const Lock lock;
+  merge(state().host_clocks[event->gpu], *clock);
   return cudaSuccess;
 }
 
@@ -379,7 +422,10 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size_bytes, cudaM
                             cudaStream_t stream) {
   FAKE_CALL("cudaMemcpyAsync");
   if (!is_device(to) && !is_device(from)) return give(cudaErrorInvalidValue);
-  enqueue(stream, [=] {
+  enqueue(stream, [=, target = stream_of(stream)] {
+    count_operation(target);
+    touch(target, "cudaMemcpyAsync", from, size_bytes, false);
+    touch(target, "cudaMemcpyAsync", to, size_bytes, true);
     const MemoryAccess access;
     std::memcpy(to, from, size_bytes);
     return true;

@@ -5,7 +5,8 @@
 // Nothing runs when it is enqueued. Streams advance while somebody asks for an event or waits for a stream,
 // in random order as far as streams and events allow, on all GPUs. Fresh memory is NaN (all bits set), and
 // device memory is accessible inside operations only: a host that touches it dies by SIGSEGV. An operation of
-// NCCL runs when it is the next one of its stream on all its ranks.
+// NCCL runs when it is the next one of its stream on all its ranks. Memory that two streams use without a
+// wait between them is a violation that names both operations (happens_before.h).
 //
 // What it cannot show: speed, overlap, the quirks of the driver and of NCCL, and rules that it has wrong
 // itself.
@@ -40,7 +41,12 @@ void violation(const std::string& text);
 // emulator.
 using Step = std::function<bool()>;
 void enqueue(cudaStream_t stream, Step step);
-void enqueue_launch(cudaStream_t stream, std::function<void()> body);
+void enqueue_launch(cudaStream_t stream, const std::string& name, std::function<void()> body);
+// What an operation of NCCL does, while it runs: it counts in its stream, which then has seen what others
+// have.
+void count_operation(cudaStream_t stream);
+void see(cudaStream_t stream, cudaStream_t other);
+void touch(cudaStream_t stream, const char* name, const void* begin, size_t bytes, bool writes);
 // The GPU of a stream.
 int gpu_of(cudaStream_t stream);
 // 0, or the code with which this call of `function` is to fail.

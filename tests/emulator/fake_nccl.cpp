@@ -39,6 +39,7 @@ using namespace polyreme::fake_gpu;
 enum class Kind { kAllReduce, kReduceScatter, kAllGather, kBroadcast, kSend, kReceive };
 
 struct Op {
+  const char* name;
   Kind kind;
   const void* input;
   void* output;
@@ -189,7 +190,21 @@ void run_reduction_of(ncclDataType_t dtype, const std::vector<std::shared_ptr<Op
   }
 }
 
+// All have seen what the others have when it ends.
+void note_collective(const std::vector<std::shared_ptr<Op>>& ops) {
+  const size_t bytes = ops[0]->count * size_of(ops[0]->dtype);
+  const bool scatter = ops[0]->kind == Kind::kReduceScatter, gather = ops[0]->kind == Kind::kAllGather;
+  for (const auto& op : ops) count_operation(op->stream);
+  for (const auto& op : ops)
+    for (const auto& other : ops) see(op->stream, other->stream);
+  for (const auto& op : ops) {
+    touch(op->stream, op->name, op->input, bytes * (scatter ? ops.size() : 1), false);
+    touch(op->stream, op->name, op->output, bytes * (gather ? ops.size() : 1), true);
+  }
+}
+
 void run_collective(const std::vector<std::shared_ptr<Op>>& ops) {
+  note_collective(ops);
   const MemoryAccess access;
   const Op& first = *ops[0];
   const size_t bytes = first.count * size_of(first.dtype);
@@ -238,8 +253,14 @@ void match_pair(const Op& op) {
   while (!sends.empty() && !receives.empty()) {
     Op &from = *sends.front(), &to = *receives.front();
     if (from.count != to.count || from.dtype != to.dtype || from.comm->aborted || to.comm->aborted) return;
+    const size_t bytes = from.count * size_of(from.dtype);
+    count_operation(from.stream);
+    count_operation(to.stream);
+    see(to.stream, from.stream);
+    touch(from.stream, from.name, from.input, bytes, false);
+    touch(to.stream, to.name, to.output, bytes, true);
     const MemoryAccess access;
-    std::memcpy(to.output, from.input, from.count * size_of(from.dtype));
+    std::memcpy(to.output, from.input, bytes);
     from.done = to.done = true;
     sends.pop_front();
     receives.pop_front();
@@ -284,9 +305,9 @@ ncclResult_t launch_group() {
   return result;
 }
 
-ncclResult_t issue(const char* function, Op op) {
+ncclResult_t issue(Op op) {
   const Lock lock;
-  if (const ncclResult_t result = enter(op.comm, function); result != ncclSuccess) return result;
+  if (const ncclResult_t result = enter(op.comm, op.name); result != ncclSuccess) return result;
   group_ops.push_back(std::make_shared<Op>(op));
   if (group_depth > 0) {
     state().groups_open[op.comm->gpu] = std::this_thread::get_id();
@@ -472,27 +493,27 @@ ncclResult_t ncclGroupEnd() {
 
 ncclResult_t ncclAllReduce(const void* input, void* output, size_t count, ncclDataType_t dtype,
                            ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
-  return issue("ncclAllReduce", {Kind::kAllReduce, input, output, count, dtype, op, 0, comm, stream});
+  return issue({"ncclAllReduce", Kind::kAllReduce, input, output, count, dtype, op, 0, comm, stream});
 }
 ncclResult_t ncclReduceScatter(const void* input, void* output, size_t count, ncclDataType_t dtype,
                                ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
-  return issue("ncclReduceScatter", {Kind::kReduceScatter, input, output, count, dtype, op, 0, comm, stream});
+  return issue({"ncclReduceScatter", Kind::kReduceScatter, input, output, count, dtype, op, 0, comm, stream});
 }
 ncclResult_t ncclAllGather(const void* input, void* output, size_t count, ncclDataType_t dtype,
                            ncclComm_t comm, cudaStream_t stream) {
-  return issue("ncclAllGather", {Kind::kAllGather, input, output, count, dtype, ncclSum, 0, comm, stream});
+  return issue({"ncclAllGather", Kind::kAllGather, input, output, count, dtype, ncclSum, 0, comm, stream});
 }
 ncclResult_t ncclBroadcast(const void* input, void* output, size_t count, ncclDataType_t dtype, int root,
                            ncclComm_t comm, cudaStream_t stream) {
-  return issue("ncclBroadcast", {Kind::kBroadcast, input, output, count, dtype, ncclSum, root, comm, stream});
+  return issue({"ncclBroadcast", Kind::kBroadcast, input, output, count, dtype, ncclSum, root, comm, stream});
 }
 ncclResult_t ncclSend(const void* data, size_t count, ncclDataType_t dtype, int peer, ncclComm_t comm,
                       cudaStream_t stream) {
-  return issue("ncclSend", {Kind::kSend, data, nullptr, count, dtype, ncclSum, peer, comm, stream});
+  return issue({"ncclSend", Kind::kSend, data, nullptr, count, dtype, ncclSum, peer, comm, stream});
 }
 ncclResult_t ncclRecv(void* data, size_t count, ncclDataType_t dtype, int peer, ncclComm_t comm,
                       cudaStream_t stream) {
-  return issue("ncclRecv", {Kind::kReceive, nullptr, data, count, dtype, ncclSum, peer, comm, stream});
+  return issue({"ncclRecv", Kind::kReceive, nullptr, data, count, dtype, ncclSum, peer, comm, stream});
 }
 
 }  // extern "C"

@@ -9,14 +9,23 @@
 #include <cstring>
 
 #include "emulator/fake_gpu.h"
+#include "emulator/happens_before.h"
 #include "emulator/kernel_engine.h"
 
 namespace polyreme::fake_gpu {
 
+// Where a launch stands in the sources.
+struct Site {
+  const char* function;
+  const char* file;
+  int line;
+};
 template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
+void launch(const Site& site, void (*kernel)(Parameters...), dim3 blocks, dim3 threads, size_t shared_bytes,
             cudaStream_t stream, Arguments... arguments) {
-  enqueue_launch(stream, [=] { run_grid({blocks, threads, shared_bytes}, [&] { kernel(arguments...); }); });
+  enqueue_launch(stream, name_of_launch(site.function, site.file, site.line), [=] {
+    run_grid({blocks, threads, shared_bytes}, [&] { kernel(arguments...); });
+  });
 }
 
 // fetch-and-apply; threads are not interrupted in it.
@@ -34,8 +43,9 @@ T fetch(T* address, Apply apply) {
 #define blockIdx (::polyreme::fake_gpu::kernel_block_index)
 #define threadIdx (::polyreme::fake_gpu::kernel_thread_index)
 
-#define POLYREME_LAUNCH_SHARED(kernel, blocks, threads, shared_bytes, stream, ...) \
-  ::polyreme::fake_gpu::launch(kernel, blocks, threads, shared_bytes, stream, __VA_ARGS__)
+#define POLYREME_LAUNCH_SHARED(kernel, blocks, threads, shared_bytes, stream, ...)                 \
+  ::polyreme::fake_gpu::launch({__PRETTY_FUNCTION__, __FILE__, __LINE__}, kernel, blocks, threads, \
+                               shared_bytes, stream, __VA_ARGS__)
 #define POLYREME_SHARED(type, name, count) \
   static char name##_key;                  \
   type* const name =                       \

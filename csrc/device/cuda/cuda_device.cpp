@@ -79,6 +79,32 @@ class InFlight {
   std::vector<std::unique_ptr<CudaEventImpl>> spare_;
 };
 
+// Two words of page-locked memory. Streams own them as they own buffers, until the copy that fills them has
+// passed.
+class PinnedWords final : public Buffer {
+ public:
+  static constexpr size_t kBytes = 2 * sizeof(int32_t);
+  using Spare = std::vector<std::shared_ptr<void>>;
+
+  PinnedWords(std::shared_ptr<void> memory, std::shared_ptr<Spare> spare, std::shared_ptr<std::mutex> mutex)
+      : Buffer(memory.get(), kBytes),
+        memory_(std::move(memory)),
+        spare_(std::move(spare)),
+        mutex_(std::move(mutex)) {}
+  ~PinnedWords() override {
+    const std::lock_guard lock(*mutex_);
+    spare_->push_back(std::move(memory_));
+  }
+
+ private:
+  void map_host() override {}
+  void unmap_host() noexcept override {}
+
+  std::shared_ptr<void> memory_;
+  std::shared_ptr<Spare> spare_;
+  std::shared_ptr<std::mutex> mutex_;
+};
+
 class CudaDeviceImpl final : public CudaDevice {
  public:
   CudaDeviceImpl(const PolyremeCudaTable& table, int index)
@@ -103,6 +129,18 @@ class CudaDeviceImpl final : public CudaDevice {
   const PolyremeCudaTable& table() const override { return table_; }
   std::mutex& issue_mutex() override { return issue_mutex_; }
   InFlight& in_flight() { return in_flight_; }
+  std::shared_ptr<PinnedWords> take_words() {
+    std::shared_ptr<void> memory;
+    {
+      const std::lock_guard lock(*words_mutex_);
+      if (!spare_words_->empty()) {
+        memory = std::move(spare_words_->back());
+        spare_words_->pop_back();
+      }
+    }
+    if (!memory) memory = allocate_pinned(*this, PinnedWords::kBytes);
+    return std::make_shared<PinnedWords>(std::move(memory), spare_words_, words_mutex_);
+  }
 
  private:
   const PolyremeCudaTable& table_;
@@ -111,6 +149,8 @@ class CudaDeviceImpl final : public CudaDevice {
   std::string description_;
   std::mutex issue_mutex_;
   std::shared_ptr<CudaAllocator> allocator_;
+  std::shared_ptr<PinnedWords::Spare> spare_words_ = std::make_shared<PinnedWords::Spare>();
+  std::shared_ptr<std::mutex> words_mutex_ = std::make_shared<std::mutex>();
   InFlight in_flight_;
 };
 
@@ -140,6 +180,17 @@ class CudaStreamImpl final : public CudaStream {
   void synchronize() override {
     check(table_.synchronize_stream(handle_), device_.index(), "cudaStreamSynchronize");
     device_.in_flight().sweep(handle_);
+    for (const auto& [words, check_words] : std::exchange(checks_, {}))
+      check_words(static_cast<const int32_t*>(words->address()));
+  }
+  void check_later(const std::shared_ptr<Buffer>& result,
+                   std::function<void(const int32_t* words)> check_words) override {
+    std::shared_ptr<PinnedWords> words = device_.take_words();
+    enqueue({result, words}, [&](void* handle) {
+      check(table_.copy(words->address(), result->address(), PinnedWords::kBytes, handle), device_.index(),
+            "cudaMemcpyAsync of a result");
+    });
+    checks_.emplace_back(std::move(words), std::move(check_words));
   }
   void enqueue(std::vector<std::shared_ptr<Buffer>> buffers,
                const std::function<void(void* stream)>& issue) override {
@@ -164,6 +215,7 @@ class CudaStreamImpl final : public CudaStream {
   CudaDeviceImpl& device_;
   const PolyremeCudaTable& table_;
   void* handle_ = nullptr;
+  std::vector<std::pair<std::shared_ptr<PinnedWords>, std::function<void(const int32_t*)>>> checks_;
 };
 
 std::shared_ptr<Buffer> CudaDeviceImpl::allocate(size_t size_bytes, const char* label) {

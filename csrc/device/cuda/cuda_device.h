@@ -12,7 +12,8 @@ struct PolyremeCudaTable;
 namespace polyreme {
 
 // The CUDA side of Stream. Errors of CUDA are DeviceError with the call and CUDA's text; the ones of running
-// kernels stick to the device and come with any later call.
+// kernels stick to the device and come with any later call. Arguments that kernels find to be bad are told by
+// synchronize().
 class CudaStream : public Stream {
  public:
   virtual void* handle() const = 0;  // cudaStream_t
@@ -20,6 +21,11 @@ class CudaStream : public Stream {
   // this work touches, live until the stream has passed it, also if `issue` throws half-way.
   virtual void enqueue(std::vector<std::shared_ptr<Buffer>> buffers,
                        const std::function<void(void* stream)>& issue) = 0;
+  // What an operation finds out while it runs, and cannot throw itself: copies the two words of `result` to
+  // the host behind what was enqueued, and the next synchronize() calls `check` with them. What `check`
+  // throws comes out of it; the operations behind have run all the same.
+  virtual void check_later(const std::shared_ptr<Buffer>& result,
+                           std::function<void(const int32_t* words)> check) = 0;
 };
 // Throws NotAvailable if `stream` belongs to another kind of device.
 CudaStream& as_cuda(Stream& stream);

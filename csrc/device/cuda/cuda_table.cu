@@ -12,6 +12,7 @@
 #include "kernels/cross_entropy.cuh"
 #include "kernels/elementwise.cuh"
 #include "kernels/embedding.cuh"
+#include "kernels/fingerprint.cuh"
 #include "kernels/gemm.cuh"
 #include "kernels/gradient_norm.cuh"
 #include "kernels/launch.h"
@@ -190,15 +191,20 @@ constexpr PolyremeCudaTable kTable = {
     launched<polyreme::kernels::launch_gelu_backward>,
     launched<polyreme::kernels::launch_cast>,
     launched<polyreme::kernels::launch_fill>,
+    launched<polyreme::kernels::launch_accumulate>,
+    launched<polyreme::kernels::launch_scale>,
     launched<polyreme::kernels::launch_swiglu_forward>,
     launched<polyreme::kernels::launch_swiglu_backward>,
     launched<polyreme::kernels::launch_dropout>,
     launched<polyreme::kernels::launch_fill_normal>,
+    launched<polyreme::kernels::launch_round_stochastic>,
+    launched<polyreme::kernels::launch_fingerprint>,
     launched<polyreme::kernels::launch_norm_forward>,
     launched<polyreme::kernels::launch_norm_backward_input>,
     launched<polyreme::kernels::launch_accumulate_rows>,
     launched<polyreme::kernels::launch_norm_backward_weight>,
     launched<polyreme::kernels::launch_rotary>,
+    launched<polyreme::kernels::launch_rotary_table>,
     launched<polyreme::kernels::launch_embedding_forward>,
     launched<polyreme::kernels::launch_embedding_backward>,
     launched<polyreme::kernels::launch_cross_entropy_forward>,

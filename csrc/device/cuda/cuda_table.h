@@ -11,7 +11,7 @@ extern "C" {
 #endif
 
 // Raised whenever the table or a struct below changes. The loader refuses any other number.
-#define POLYREME_CUDA_TABLE_VERSION 3
+#define POLYREME_CUDA_TABLE_VERSION 4
 #define POLYREME_CUDA_TABLE_SYMBOL "polyreme_cuda_table"
 
 // Outcome of a call: CUDA's error number (0 = success), with its name and text for people.
@@ -93,10 +93,14 @@ struct PolyremeCudaTable {
   struct PolyremeCudaStatus (*gelu_backward)(const struct PolyremeElementwise* args, void* stream);
   struct PolyremeCudaStatus (*cast)(const struct PolyremeCast* args, void* stream);
   struct PolyremeCudaStatus (*fill)(const struct PolyremeFill* args, void* stream);
+  struct PolyremeCudaStatus (*accumulate)(const struct PolyremeAccumulate* args, void* stream);
+  struct PolyremeCudaStatus (*scale)(const struct PolyremeScale* args, void* stream);
   struct PolyremeCudaStatus (*swiglu_forward)(const struct PolyremeSwiglu* args, void* stream);
   struct PolyremeCudaStatus (*swiglu_backward)(const struct PolyremeSwiglu* args, void* stream);
   struct PolyremeCudaStatus (*dropout)(const struct PolyremeDropout* args, void* stream);
   struct PolyremeCudaStatus (*fill_normal)(const struct PolyremeFillNormal* args, void* stream);
+  struct PolyremeCudaStatus (*round_stochastic)(const struct PolyremeRoundStochastic* args, void* stream);
+  struct PolyremeCudaStatus (*fingerprint)(const struct PolyremeFingerprint* args, void* stream);
   struct PolyremeCudaStatus (*norm_forward)(const struct PolyremeNormForward* args, void* stream);
   struct PolyremeCudaStatus (*norm_backward_input)(const struct PolyremeNormBackwardInput* args,
                                                    void* stream);
@@ -104,6 +108,7 @@ struct PolyremeCudaTable {
   struct PolyremeCudaStatus (*norm_backward_weight)(const struct PolyremeNormBackwardWeight* args,
                                                     void* stream);
   struct PolyremeCudaStatus (*rotary)(const struct PolyremeRotary* args, void* stream);
+  struct PolyremeCudaStatus (*rotary_table)(const struct PolyremeRotaryTable* args, void* stream);
   struct PolyremeCudaStatus (*embedding_forward)(const struct PolyremeEmbedding* args, void* stream);
   struct PolyremeCudaStatus (*embedding_backward)(const struct PolyremeEmbedding* args, void* stream);
   struct PolyremeCudaStatus (*cross_entropy_forward)(const struct PolyremeCrossEntropy* args, void* stream);

@@ -84,6 +84,19 @@ struct PolyremeFill {
   float value;
   int32_t dtype;
 };
+struct PolyremeAccumulate {
+  const void* x;
+  float* out;
+  int32_t* not_finite;  // set to 1 where x is not finite
+  int64_t count;
+  int32_t dtype;  // of x
+};
+struct PolyremeScale {
+  void* x;
+  int64_t count;
+  float factor;
+  int32_t dtype;
+};
 struct PolyremeSwiglu {
   const void* x;   // [rows, 2 * cols]
   const void* dy;  // backward: [rows, cols]
@@ -113,6 +126,21 @@ struct PolyremeFillNormal {
   int64_t first_element;
   struct PolyremeRandomKey key;
   float std;
+};
+
+struct PolyremeRoundStochastic {
+  const float* x;
+  void* y;  // bf16
+  int64_t count;
+  int64_t first_element;
+  struct PolyremeRandomKey key;
+};
+
+// ---- fingerprint.cuh ----------------------------------------------------------------------------
+struct PolyremeFingerprint {
+  const void* x;
+  int64_t size_bytes;
+  uint64_t* out;
 };
 
 // ---- norm.cuh -----------------------------------------------------------------------------------
@@ -158,12 +186,18 @@ struct PolyremeNormBackwardWeight {
 
 // ---- rotary.cuh ---------------------------------------------------------------------------------
 struct PolyremeRotary {
-  void* x;              // [tokens, heads, head_dim], rows of a token row_stride elements apart
+  void* x;              // [tokens, groups, heads, head_dim], groups row_stride elements apart
   const float* cosine;  // [seq, head_dim / 2]
   const float* sine;
-  int64_t tokens, seq, heads, head_dim, row_stride;
+  int64_t tokens, seq, groups, heads, head_dim, row_stride;
   int32_t backward;
   int32_t dtype;
+};
+struct PolyremeRotaryTable {
+  float* cosine;  // [seq, head_dim / 2]
+  float* sine;
+  int64_t seq, head_dim;
+  double theta;
 };
 
 // ---- embedding.cuh ------------------------------------------------------------------------------
@@ -172,7 +206,8 @@ struct PolyremeEmbedding {
   void* token_rows;       // [vocab, cols]; backward: float
   void* position_rows;    // [>= seq, cols]; null: none; backward: float
   void* rows;             // [batch, seq, cols]
-  int32_t* bad;           // one word: the first position of a token outside of [0, vocab), INT32_MAX without
+  int32_t* bad;           // two words: the first position of a token outside of [0, vocab), INT32_MAX
+                          // without, and that token
   int64_t batch, seq, cols, vocab;
   int32_t dtype;
 };
@@ -183,7 +218,7 @@ struct PolyremeCrossEntropy {
   const int32_t* targets;
   float* loss;         // [rows]; forward
   float* log_sum_exp;  // [rows]
-  int32_t* bad;        // one word: the first row with a target that is none, INT32_MAX without
+  int32_t* bad;        // two words: the first row with a target that is none, INT32_MAX without, and it
   int64_t rows, vocab;
   float scale;  // backward
   int32_t dtype;
@@ -201,12 +236,14 @@ struct PolyremeVocabPart {
 
 // ---- attention.cuh ------------------------------------------------------------------------------
 struct PolyremeAttention {
-  const void* qkv;     // [batch, seq, 3, heads, head_dim]
+  const void* qkv;     // [batch, seq, heads + 2 kv_heads, head_dim]
   void* out;           // [batch, seq, heads, head_dim]; backward: read
   float* log_sum_exp;  // [batch, heads, seq]
   const void* dout;    // backward
   void* dqkv;          // backward
   int64_t batch, seq, heads, head_dim;
+  int64_t kv_heads;  // divides heads
+  int32_t by_group;  // a token of qkv is q ... q k v of each k and v head; else all q, all k, all v
   float scale;
   int32_t dtype;
 };

@@ -40,4 +40,11 @@ void launch(CudaStream& stream, const char* op, std::initializer_list<Tensor> te
          [&](const PolyremeCudaTable& table, void* handle) { return (table.*kernel)(&args, handle); });
 }
 
+// What kernels that check ids (kernels/ids.cuh) write: the index of the first bad one, and that id.
+inline Tensor make_bad_id(CudaStream& stream) { return empty(stream.device(), DType::kI32, {2}, "bad id"); }
+// Calls `refuse`, which throws, from a later synchronize() of the stream if what was enqueued has found a bad
+// id.
+void refuse_bad_id(CudaStream& stream, const Tensor& bad,
+                   std::function<void(int64_t index, int32_t id)> refuse);
+
 }  // namespace polyreme

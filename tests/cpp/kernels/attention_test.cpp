@@ -40,6 +40,8 @@ Results<T> run_both(Size s, const Inputs<T>& in) {
                                   .seq = s.seq,
                                   .heads = s.heads,
                                   .head_dim = s.head_dim,
+                                  .kv_heads = s.heads,
+                                  .by_group = 0,
                                   .scale = s.scale(),
                                   .dtype = kCodeOf<T>};
   run(kernels::launch_attention_forward, args);

@@ -43,7 +43,7 @@ void check_size(Size s, std::vector<float> logits) {
   cross_entropy_backward(cpu.stream(), x, ids, log_sum_exp, 0.25F);
   for_seeds([&] {
     const Array<T> gx(logits);
-    const Array<int32_t> gids(targets), bad(1);
+    const Array<int32_t> gids(targets), bad(2);
     const Array<float> gloss(rows), lse(rows);
     const PolyremeCrossEntropy args = {.logits = gx.data(),
                                        .targets = gids.data(),
@@ -92,7 +92,7 @@ TEST(CrossEntropyKernel, AgainstFloat64) {
   }
   for_seeds([&] {
     const Array<float> gx(logits), gloss(5), lse(5);
-    const Array<int32_t> gids(targets), bad(1);
+    const Array<int32_t> gids(targets), bad(2);
     const PolyremeCrossEntropy args = {.logits = gx.data(),
                                        .targets = gids.data(),
                                        .loss = gloss.data(),
@@ -162,7 +162,7 @@ TEST(CrossEntropyKernel, TargetsThatAreNoneStopIt) {
     const std::vector<float> logits = normals(3 * 7, 1);
     for_seeds([&] {
       const Array<float> x(logits), loss(std::vector<float>(3, 5.0F)), lse(3);
-      const Array<int32_t> ids(std::vector<int32_t>{6, kernels::kIgnoreTarget, bad_target}), bad(1);
+      const Array<int32_t> ids(std::vector<int32_t>{6, kernels::kIgnoreTarget, bad_target}), bad(2);
       const PolyremeCrossEntropy args = {.logits = x.data(),
                                          .targets = ids.data(),
                                          .loss = loss.data(),

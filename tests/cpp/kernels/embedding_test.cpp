@@ -38,7 +38,7 @@ TEST(EmbeddingKernel, HasTheBitsOfTheCpu) {
       const Tensor tgrad = cpu.upload(token_shape, grad), pgrad = cpu.upload(position_shape, position_grad);
       embedding_backward(cpu.stream(), ids, cpu.upload(rows, dout), tgrad, pgrad);
       for_seeds([&] {
-        const Array<int32_t> gids(tokens), bad(1);
+        const Array<int32_t> gids(tokens), bad(2);
         const Array<T> gtable(table), gpositions(positions), gout(dout.size()), gdout(dout);
         const Array<float> g(grad), pg(position_grad);
         PolyremeEmbedding args = {.tokens = gids.data(),
@@ -73,7 +73,7 @@ TEST(EmbeddingKernel, TokensThatAreNoneStopIt) {
       tokens[1399] = bad_token;
       for_seeds([&] {
         const std::vector<float> before(static_cast<size_t>(s.batch * s.seq * s.cols), 1.0F);
-        const Array<int32_t> ids(tokens), bad(1);
+        const Array<int32_t> ids(tokens), bad(2);
         const Array<float> table(normals(s.vocab * s.cols, 1)), rows(before);
         run<PolyremeEmbedding>(kernels::launch_embedding_forward, {.tokens = ids.data(),
                                                                    .token_rows = table.data(),
@@ -89,7 +89,7 @@ TEST(EmbeddingKernel, TokensThatAreNoneStopIt) {
     }
   std::vector<int32_t> tokens = {0, 7, 1};
   start_case(1);
-  const Array<int32_t> ids(tokens), bad(1);
+  const Array<int32_t> ids(tokens), bad(2);
   const std::vector<float> before(2, 1.0F);
   const Array<float> table(before), rows(normals(3, 1));
   run<PolyremeEmbedding>(kernels::launch_embedding_backward, {.tokens = ids.data(),

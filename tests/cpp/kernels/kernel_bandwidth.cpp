@@ -143,7 +143,7 @@ class Cases {
       return kernels::launch_accumulate_rows({a, t, rows, kCols, code}, nullptr);
     });
     add("rotary" + suffix, 2 * size, [=] {
-      return kernels::launch_rotary({c, s, s, rows, 1, kHeads, kCols / kHeads, kCols, 0, code}, nullptr);
+      return kernels::launch_rotary({c, s, s, rows, 1, 1, kHeads, kCols / kHeads, kCols, 0, code}, nullptr);
     });
     const PolyremeEmbedding embedding = {ids_, a, nullptr, c, bad(), rows, 1, kCols, kVocab, code};
     if (n >= kVocab * kCols)

@@ -48,6 +48,7 @@ TEST(RotaryKernel, AgainstFloat64) {
                                                        .sine = sn.data(),
                                                        .tokens = s.tokens,
                                                        .seq = s.seq,
+                                                       .groups = 1,
                                                        .heads = s.heads,
                                                        .head_dim = s.head_dim,
                                                        .row_stride = s.row_stride,
@@ -60,12 +61,12 @@ TEST(RotaryKernel, AgainstFloat64) {
 }
 
 TEST(RotaryKernel, WhatItDoesNotTakeIsRefused) {
-  EXPECT_EQ(
-      kernels::launch_rotary({.tokens = 1, .seq = 1, .heads = 1, .head_dim = 3, .row_stride = 3}, nullptr),
-      cudaErrorInvalidValue);
-  EXPECT_EQ(
-      kernels::launch_rotary({.tokens = 1, .seq = 1, .heads = 2, .head_dim = 4, .row_stride = 4}, nullptr),
-      cudaErrorInvalidValue);
+  EXPECT_EQ(kernels::launch_rotary(
+                {.tokens = 1, .seq = 1, .groups = 1, .heads = 1, .head_dim = 3, .row_stride = 3}, nullptr),
+            cudaErrorInvalidValue);
+  EXPECT_EQ(kernels::launch_rotary(
+                {.tokens = 1, .seq = 1, .groups = 1, .heads = 2, .head_dim = 4, .row_stride = 4}, nullptr),
+            cudaErrorInvalidValue);
 }
 
 }  // namespace

@@ -2,11 +2,15 @@
 // have tests of their own (tests/cpp/kernels); here their arguments are what matters.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <random>
 #include <vector>
 
+#include "common/error_text.h"
 #include "device/cpu/cpu_device.h"
 #include "device/cuda/cuda_device.h"
 #include "device/cuda/cuda_table.h"
@@ -28,6 +32,13 @@ class OneDevice {
   Stream& stream() { return *stream_; }
   Tensor f32(const Shape& shape) { return drawn(shape, DType::kF32); }
   Tensor any(const Shape& shape) { return drawn(shape, dtype_); }
+  Tensor ids(const Shape& shape, const std::vector<int32_t>& values) {
+    const Tensor tensor = empty(device_, DType::kI32, shape, "ids");
+    copy_from_host(*stream_, values.data(), tensor);
+    stream_->synchronize();
+    return tensor;
+  }
+  Tensor of(DType dtype, const Shape& shape) { return empty(device_, dtype, shape, "result"); }
   Tensor limbs() {
     const Tensor tensor = empty(device_, DType::kI64, {ExactSum::kLimbs}, "limbs");
     zero_limbs(*stream_, tensor);
@@ -65,8 +76,8 @@ class OneDevice {
   std::vector<std::vector<char>> results_;
 };
 
-// Runs `body` on a CPU and on an emulated GPU, in every dtype, under several seeds. The level is avx2: amx has
-// bf16 sums of its own (device/cpu/isa.h).
+// Runs `body` on a CPU and on an emulated GPU, in every dtype, under several seeds. The level is avx2: amx
+// has bf16 sums of its own (device/cpu/isa.h).
 void expect_same_bits(const std::function<void(OneDevice&)>& body) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     const auto cpu = make_cpu_device({.num_threads = 1, .isa = "avx2"});
@@ -157,6 +168,121 @@ TEST(GpuOps, GemmAndAttention) {
   });
 }
 
+TEST(GpuOps, GroupedAttentionAndRotary) {
+  expect_same_bits([](OneDevice& run) {
+    // 6 query heads over 2 k and v heads, and a sequence of two blocks
+    for (const int64_t seq : {7, 70}) {
+      const Tensor qkv = run.any({2, seq, 10, 6}), dqkv = run.any({2, seq, 10, 6}),
+                   out = run.any({2, seq, 6, 6}), dout = run.any({2, seq, 6, 6}),
+                   log_sum_exp = run.f32({2, 6, seq});
+      attention_forward(run.stream(), qkv, out, log_sum_exp);
+      attention_backward(run.stream(), qkv, out, log_sum_exp, dout, dqkv);
+      for (const Tensor& result : {out, log_sum_exp, dqkv}) run.keep(result);
+    }
+    const Tensor x = run.any({2, 9, 2, 5, 6}), y = run.any({2, 9, 2, 5, 6});
+    rotary(run.stream(), x, y, 4, 10000.0);
+    run.keep(y);
+    rotary(run.stream(), y, y, 4, 10000.0, /*inverse=*/true);
+    rotary(run.stream(), y, y, 0, 500.0);
+    run.keep(y);
+  });
+}
+
+TEST(GpuOps, EmbeddingAndCrossEntropy) {
+  expect_same_bits([](OneDevice& run) {
+    const Tensor tokens = run.ids({2, 3}, {4, 0, 4, 1, 4, 2});
+    for (const bool with_positions : {true, false}) {
+      const Tensor table = run.any({5, 12}), rows = run.any({2, 3, 12}), token_grad = run.f32({5, 12});
+      const Tensor positions = with_positions ? run.any({4, 12}) : Tensor();
+      const Tensor position_grad = with_positions ? run.f32({4, 12}) : Tensor();
+      embedding_forward(run.stream(), tokens, table, positions, rows);
+      run.keep(rows);
+      embedding_backward(run.stream(), tokens, rows, token_grad, position_grad);
+      run.keep(token_grad);
+      if (with_positions) run.keep(position_grad);
+    }
+    const Tensor logits = run.any({4, 21}), loss = run.f32({4}), log_sum_exp = run.f32({4});
+    const Tensor targets = run.ids({4}, {20, kIgnoreIndex, 0, 7});
+    cross_entropy_forward(run.stream(), logits, targets, loss, log_sum_exp);
+    cross_entropy_backward(run.stream(), logits, targets, log_sum_exp, 0.25F);
+    for (const Tensor& result : {loss, log_sum_exp, logits}) run.keep(result);
+  });
+}
+
+TEST(GpuOps, SumsAndFlagsOfTheCaller) {
+  expect_same_bits([](OneDevice& run) {
+    const Tensor x = run.any({1500}), sum = run.f32({1500}), flags = run.ids({2}, {7, 7});
+    clear_flags(run.stream(), flags);
+    accumulate(run.stream(), x, sum, flags.slice(0, 0, 1));
+    scale(run.stream(), x, 0.3F);
+    for (const Tensor& result : {x, sum, flags}) run.keep(result);
+    fill(run.stream(), x, std::numeric_limits<float>::infinity());
+    accumulate(run.stream(), x.slice(0, 3, 4), sum.slice(0, 3, 4), flags.slice(0, 1, 2));
+    run.keep(flags);
+    const RandomKey key = {.seed = 3, .purpose = RandomPurpose::kRounding, .stream = 2, .step = 1};
+    const Tensor wide = run.f32({37}), rounded = run.of(DType::kBF16, {37});
+    round_stochastic(run.stream(), wide, rounded, key, 6);
+    run.keep(rounded);
+    const Tensor hash = run.of(DType::kI64, {1});
+    for (const Tensor& hashed : {x, wide, run.any({7})}) {
+      fingerprint(run.stream(), hashed, hash);
+      run.keep(hash);
+    }
+  });
+}
+
+// The text is the CPU's; nothing is written, and the stream is usable afterwards.
+TEST(GpuOps, IdsThatAreBadAreToldBySynchronize) {
+  const auto texts = [](Device& device) {
+    OneDevice run(device, DType::kF32);
+    std::vector<std::string> errors;
+    const auto expect_refused = [&](const std::function<void()>& enqueue) {
+      enqueue();
+      errors.push_back(testing::error_text<InvalidArgument>([&] { run.stream().synchronize(); }));
+    };
+    const Tensor tokens = run.ids({2, 2}, {4, 5, 4, -1}), targets = run.ids({2}, {1, -7});
+    const Tensor table = run.f32({5, 8}), rows = run.f32({2, 2, 8}), logits = run.f32({2, 3}),
+                 loss = run.f32({2});
+    fill(run.stream(), rows, 1.5F);
+    fill(run.stream(), loss, 1.5F);
+    fill(run.stream(), table, 1.5F);
+    expect_refused([&] { embedding_forward(run.stream(), tokens, table, {}, rows); });
+    expect_refused([&] { embedding_backward(run.stream(), tokens, rows, table, {}); });
+    expect_refused([&] { cross_entropy_forward(run.stream(), logits, targets, loss, loss); });
+    expect_refused([&] { cross_entropy_backward(run.stream(), logits, targets, loss, 1.0F); });
+    for (const Tensor& result : {rows, table, loss}) run.keep(result);
+    for (const std::vector<char>& bytes : run.results())
+      for (size_t i = 0; i < bytes.size(); i += sizeof(float)) {
+        float value = 0;
+        std::memcpy(&value, &bytes[i], sizeof value);
+        EXPECT_EQ(value, 1.5F);
+      }
+    return errors;
+  };
+  fake_gpu::reset(1, 1);
+  const auto gpu = make_cuda_device(*polyreme_cuda_table(), 0);
+  const auto cpu = make_cpu_device({.num_threads = 1, .isa = "avx2"});
+  const std::vector<std::string> errors = texts(*gpu);
+  EXPECT_EQ(errors, texts(*cpu));
+  EXPECT_EQ(errors[0], "embedding_forward: token 1 is 5; expected 0 to 4");
+}
+
+// Each check has words of its own, which are used again.
+TEST(GpuOps, ManyChecksAreKeptApart) {
+  fake_gpu::reset(1, 3);
+  const auto gpu = make_cuda_device(*polyreme_cuda_table(), 0);
+  OneDevice run(*gpu, DType::kF32);
+  const Tensor good = run.ids({1, 2}, {0, 1}), bad = run.ids({1, 2}, {0, 9});
+  const Tensor table = run.f32({2, 4}), rows = run.f32({1, 2, 4});
+  for (int round = 0; round < 3; ++round) {
+    for (int i = 0; i < 10; ++i) embedding_forward(run.stream(), good, table, {}, rows);
+    run.stream().synchronize();
+    for (int i = 0; i < 10; ++i) embedding_forward(run.stream(), i == 6 ? bad : good, table, {}, rows);
+    EXPECT_THROW(run.stream().synchronize(), InvalidArgument);
+    run.stream().synchronize();
+  }
+}
+
 TEST(GpuOps, UpdatesAndSums) {
   expect_same_bits([](OneDevice& run) {
     const Shape shape = {1500};
@@ -184,13 +310,91 @@ TEST(GpuOps, UpdatesAndSums) {
   });
 }
 
+// A planted fault: the emulator says which two operations lack a wait, whatever order they came to run in.
+class MissingWaits : public ::testing::Test {
+ protected:
+  // The violations of `second` on another stream behind `first`, with and without a wait for it.
+  std::vector<std::string> violations_of(const std::function<void(Stream&)>& first,
+                                         const std::function<void(Stream&)>& second, bool waits) {
+    const auto event = gpu_->create_event();
+    first(*one_);
+    one_->record(*event);
+    if (waits) two_->wait(*event);
+    second(*two_);
+    one_->synchronize();
+    two_->synchronize();
+    return fake_gpu::violations();
+  }
+  void expect_found(const std::function<void(Stream&)>& first, const std::function<void(Stream&)>& second,
+                    const std::vector<std::string>& either, const std::vector<std::string>& or_else) {
+    for (uint64_t seed = 1; seed < 6; ++seed) {
+      start(seed);
+      EXPECT_EQ(violations_of(first, second, /*waits=*/true), std::vector<std::string>{});
+      const std::vector<std::string> found = violations_of(first, second, /*waits=*/false);
+      ASSERT_EQ(found.size(), 1U) << "seed " << seed;
+      const auto has = [&](const std::vector<std::string>& parts) {
+        return std::all_of(parts.begin(), parts.end(),
+                           [&](const std::string& part) { return found[0].find(part) != std::string::npos; });
+      };
+      EXPECT_TRUE(has(either) || has(or_else)) << found[0];
+    }
+  }
+  void start(uint64_t seed) {
+    x_ = y_ = {};
+    one_ = two_ = nullptr;
+    gpu_ = nullptr;
+    fake_gpu::reset(1, seed);
+    gpu_ = make_cuda_device(*polyreme_cuda_table(), 0);
+    one_ = gpu_->create_stream("one");
+    two_ = gpu_->create_stream("two");
+    x_ = empty(*gpu_, DType::kF32, {100}, "x");
+    y_ = empty(*gpu_, DType::kF32, {100}, "y");
+    fill(*one_, x_, 1.0F);
+    fill(*one_, y_, 1.0F);
+    one_->synchronize();
+  }
+
+  std::unique_ptr<CudaDevice> gpu_;
+  std::unique_ptr<Stream> one_, two_;
+  Tensor x_, y_;
+};
+
+TEST_F(MissingWaits, ReadOfWhatIsStillWritten) {
+  std::vector<float> host(100);
+  expect_found([&](Stream& stream) { fill(stream, x_, 2.0F); },
+               [&](Stream& stream) { copy_to_host(stream, x_, host.data()); },
+               {"cudaMemcpyAsync of GPU 0, stream 1 reads memory that launch_fill (elementwise.cu:",
+                "of GPU 0, stream 0 writes"},
+               {"launch_fill (elementwise.cu:", "overwrites memory that cudaMemcpyAsync", "reads"});
+}
+
+TEST_F(MissingWaits, OverwriteOfWhatIsStillRead) {
+  expect_found([&](Stream& stream) { add(stream, x_, x_, y_); },
+               [&](Stream& stream) { fill(stream, x_, 3.0F); },
+               {"launch_fill (elementwise.cu:", "overwrites memory that launch_flat", "reads"},
+               {"launch_flat", "reads memory that launch_fill", "writes"});
+}
+
+TEST_F(MissingWaits, TheHostThatWaitsIsEnough) {
+  start(1);
+  fill(*one_, x_, 2.0F);
+  const auto event = gpu_->create_event();
+  one_->record(*event);
+  event->synchronize();
+  add(*two_, x_, x_, y_);
+  two_->synchronize();
+  add(*one_, y_, y_, x_);
+  one_->synchronize();
+  EXPECT_EQ(fake_gpu::violations(), std::vector<std::string>{});
+}
+
 TEST(GpuOps, WhatAGpuDoesNotHaveIsRefused) {
   fake_gpu::reset(1, 1);
   const auto gpu = make_cuda_device(*polyreme_cuda_table(), 0);
   OneDevice run(*gpu, DType::kF32);
-  const Tensor logits = run.f32({2, 3}), loss = run.f32({2});
-  const Tensor targets = empty(*gpu, DType::kI32, {2}, "targets");
-  EXPECT_THROW(cross_entropy_forward(run.stream(), logits, targets, loss, loss), NotAvailable);
+  const Tensor x = run.f32({8}), sums = run.limbs();
+  EXPECT_THROW(add_to_norm(run.stream(), x, 1.0, sums), NotAvailable);
+  EXPECT_THROW(muon_momentum(run.stream(), x, x, x.slice(0, 0, 1), 0.9, run.f32({8})), NotAvailable);
 }
 
 TEST(GpuOps, ALaunchThatFailsIsTold) {
