@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # For a machine with one or more NVIDIA GPUs: builds the CUDA and NCCL backends and shows whether they work there.
-# Prints one JSON object a line: every kernel against its reference (the tests that CI runs on an emulator), the
+# Prints one JSON object a line: every kernel against its reference (the tests that CI runs on an emulator), training
+# steps of a tiny GPT and a tiny Llama against the CPU's bits, with one rank and with two that share the GPU, the
 # bandwidth of each memory-bound kernel against that of a copy, and, in the last one, the device, the kernel of ordered
 # reductions against the CPU bit by bit, all collectives over NCCL with one rank per GPU, and the bandwidth of
 # all_reduce, fast and ordered. Registers, shared memory and spills of every kernel are in BUILD_FOLDER/kernels.txt.
@@ -14,7 +15,7 @@ FOLDER="${1:-build/gpu}"
 
 cmake -S . -B "$FOLDER" -G Ninja -DPOLYREME_CUDA=ON -DPOLYREME_NCCL=ON -DPOLYREME_MPI=OFF -DPOLYREME_TESTS=ON \
   -DPOLYREME_PYTHON=OFF >&2
-cmake --build "$FOLDER" --target gpu_check kernels_on_gpu kernel_bandwidth >&2
+cmake --build "$FOLDER" --target gpu_check kernels_on_gpu kernel_bandwidth engine_on_gpu >&2
 
 STATUS=0
 RESOURCES=0
@@ -28,15 +29,20 @@ if ((STATUS == 77)); then
   cat "$FOLDER/gpu_check.json"
   exit 77
 fi
-run_checked 120 "$FOLDER/bin/kernels_on_gpu" --gtest_brief=1 --gtest_output="json:$FOLDER/kernels.json" >&2
-python3 - "$FOLDER/kernels.json" <<'PYTHON'
+# run_tests NAME PROGRAM: the program's tests as lines {"NAME": ..., "outcome": ...}.
+run_tests() {
+  run_checked 120 "$FOLDER/bin/$2" --gtest_brief=1 --gtest_output="json:$FOLDER/$2.json" >&2
+  python3 - "$1" "$FOLDER/$2.json" <<'PYTHON'
 import json, sys
-with open(sys.argv[1]) as report:
+with open(sys.argv[2]) as report:
     for suite in json.load(report)["testsuites"]:
         for test in suite["testsuite"]:
             outcome = "failed" if test.get("failures") else "ok"
-            print(json.dumps({"kernel_test": f"{suite['name']}.{test['name']}", "outcome": outcome}))
+            print(json.dumps({sys.argv[1]: f"{suite['name']}.{test['name']}", "outcome": outcome}))
 PYTHON
+}
+run_tests kernel_test kernels_on_gpu
+run_tests training_test engine_on_gpu
 run_checked 120 "$FOLDER/bin/kernel_bandwidth"
 cat "$FOLDER/gpu_check.json"
 exit "$((STATUS != 0 || RESOURCES != 0))"

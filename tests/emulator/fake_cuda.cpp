@@ -50,7 +50,7 @@ struct State {
   std::map<int, CUstream_st*> default_streams;
   std::map<int, Clock> host_clocks;                     // by GPU: what its host has waited for
   std::map<std::string, std::pair<int, int>> failures;  // calls left, code
-  std::set<int> frozen;
+  std::set<int> frozen, broken;
   char* arena = nullptr;
   size_t used = 0;
   struct Block {
@@ -59,6 +59,7 @@ struct State {
   };
   std::map<void*, Block> blocks;
   uint64_t in_use = 0;
+  bool memory_is_out = false;
   int open = 0;  // MemoryAccess objects
 };
 
@@ -74,10 +75,12 @@ cudaError_t give(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
 }
+bool is_broken(int gpu) { return state().broken.contains(gpu); }
 // The outcome of a call that can be made to fail.
-#define FAKE_CALL(name) \
-  const Lock lock;      \
-  if (const int code = failure_of(name)) return give(static_cast<cudaError_t>(code))
+#define FAKE_CALL(name)                                                               \
+  const Lock lock;                                                                    \
+  if (const int code = failure_of(name)) return give(static_cast<cudaError_t>(code)); \
+  if (is_broken(current_gpu)) return give(cudaErrorIllegalAddress)
 
 CUstream_st* new_stream() {
   auto& streams = state().streams;
@@ -177,8 +180,10 @@ void reset(int num_gpus, uint64_t seed) {
   s.host_clocks.clear();
   s.failures.clear();
   s.frozen.clear();
+  s.broken.clear();
   s.blocks.clear();
   s.used = s.in_use = 0;
+  s.memory_is_out = false;
 }
 
 void fail_call(const std::string& function, int n, int code) {
@@ -199,6 +204,17 @@ void freeze_gpu(int index) {
   state().frozen.insert(index);
 }
 
+void take_memory() {
+  const Lock lock;
+  state().memory_is_out = true;
+}
+
+void break_gpu(int index) {
+  const Lock lock;
+  state().broken.insert(index);
+  state().frozen.insert(index);
+}
+
 void enqueue(cudaStream_t stream, Step step) {
   CUstream_st* target = stream_of(stream);
   target->steps.push_back([target, step = std::move(step), host = state().host_clocks[target->gpu]] {
@@ -216,7 +232,9 @@ void touch(cudaStream_t stream, const char* name, const void* begin, size_t byte
 
 void enqueue_launch(cudaStream_t stream, const std::string& name, std::function<void()> body) {
   const Lock lock;
-  if (const int code = failure_of("cudaLaunchKernel")) {
+  int code = failure_of("cudaLaunchKernel");
+  if (code == 0 && is_broken(stream_of(stream)->gpu)) code = cudaErrorIllegalAddress;
+  if (code != 0) {
     last_error = static_cast<cudaError_t>(code);
     return;
   }
@@ -284,7 +302,7 @@ const char* cudaGetErrorString(cudaError_t) { return "told by the emulator"; }
 cudaError_t cudaMalloc(void** address, size_t size_bytes) {
   FAKE_CALL("cudaMalloc");
   const size_t bytes = (size_bytes + kPage - 1) / kPage * kPage;
-  if (state().in_use + bytes > kTotalMemory || state().used + bytes > kArenaBytes)
+  if (state().memory_is_out || state().in_use + bytes > kTotalMemory || state().used + bytes > kArenaBytes)
     return give(cudaErrorMemoryAllocation);
   *address = state().arena + state().used;
   state().used += bytes;
@@ -356,8 +374,9 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     target = stream_of(stream);
     wanted = target->num_enqueued;
   }
-  progress_until([&] { return target->num_done >= wanted; });
+  progress_until([&] { return target->num_done >= wanted || is_broken(target->gpu); });
   const Lock lock;
+  if (is_broken(target->gpu)) return give(cudaErrorIllegalAddress);
   merge(state().host_clocks[target->gpu], target->clock);
   return cudaSuccess;
 }
@@ -393,6 +412,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   FAKE_CALL("cudaEventQuery");
   for (uint32_t i = random_below(8); i > 0; --i) progress();
+  if (is_broken(event->gpu)) return give(cudaErrorIllegalAddress);
   if (event->reached < event->recorded) return give(cudaErrorNotReady);
   merge(state().host_clocks[event->gpu], *event->clock);
   return cudaSuccess;
@@ -406,8 +426,9 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     wanted = event->recorded;
     clock = event->clock;
   }
-  progress_until([&] { return event->reached >= wanted; });
+  progress_until([&] { return event->reached >= wanted || is_broken(event->gpu); });
   const Lock lock;
+  if (is_broken(event->gpu)) return give(cudaErrorIllegalAddress);
   merge(state().host_clocks[event->gpu], *clock);
   return cudaSuccess;
 }

@@ -26,6 +26,10 @@ namespace polyreme::fake_gpu {
 void reset(int num_gpus, uint64_t seed);
 // The n-th call of `function` ("ncclAllReduce", "cudaMalloc", ...) from now on fails with `code`; n from 1.
 void fail_call(const std::string& function, int n, int code);
+// No more memory on any GPU.
+void take_memory();
+// An illegal address on this GPU: every call that concerns it fails from now on, and nothing of it runs.
+void break_gpu(int index);
 // A rank that went away: what it enqueued never runs, and its NCCL communicators report nothing any more.
 void freeze_gpu(int index);
 // NCCL communicators of this GPU that were made and neither destroyed nor aborted.

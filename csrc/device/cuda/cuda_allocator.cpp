@@ -1,6 +1,7 @@
 #include "device/cuda/cuda_allocator.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "base/error.h"
 #include "base/math.h"
@@ -45,13 +46,15 @@ class CudaBuffer final : public Buffer {
 
 CudaAllocator::~CudaAllocator() { drop_cache(); }
 
-std::shared_ptr<Buffer> CudaAllocator::hand_out(void* address, size_t size_bytes, size_t block_bytes) {
+std::shared_ptr<Buffer> CudaAllocator::hand_out(void* address, size_t size_bytes, size_t block_bytes,
+                                                const char* label) {
+  holders_[address] = {label, block_bytes};
   stats_.in_use_bytes += static_cast<int64_t>(block_bytes);
   stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.in_use_bytes);
   return std::make_shared<CudaBuffer>(shared_from_this(), index_, address, size_bytes, block_bytes);
 }
 
-std::shared_ptr<Buffer> CudaAllocator::try_cached(size_t size_bytes) {
+std::shared_ptr<Buffer> CudaAllocator::try_cached(size_t size_bytes, const char* label) {
   const size_t wanted = block_size(size_bytes);
   const std::lock_guard lock(mutex_);
   const auto it = free_blocks_.lower_bound(wanted);
@@ -59,7 +62,30 @@ std::shared_ptr<Buffer> CudaAllocator::try_cached(size_t size_bytes) {
   if (it == free_blocks_.end() || it->first > wanted + wanted / 64) return nullptr;
   const auto [block_bytes, address] = *it;
   free_blocks_.erase(it);
-  return hand_out(address, size_bytes, block_bytes);
+  return hand_out(address, size_bytes, block_bytes, label);
+}
+
+// "'weights' 40 bytes in 2 buffers, ...": the four labels that hold most.
+std::string CudaAllocator::largest_holders() const {
+  struct Share {
+    size_t bytes = 0;
+    int64_t count = 0;
+  };
+  std::map<std::string, Share> by_label;
+  for (const auto& [address, holder] : holders_) {
+    Share& share = by_label[holder.label];
+    share.bytes += holder.bytes;
+    ++share.count;
+  }
+  std::vector<std::pair<std::string, Share>> shares(by_label.begin(), by_label.end());
+  std::stable_sort(shares.begin(), shares.end(),
+                   [](const auto& a, const auto& b) { return a.second.bytes > b.second.bytes; });
+  if (shares.size() > 4) shares.resize(4);
+  std::string text;
+  for (const auto& [label, share] : shares)
+    text += concat(text.empty() ? "" : ", ", "'", label, "' ", share.bytes, " bytes in ", share.count,
+                   share.count == 1 ? " buffer" : " buffers");
+  return text.empty() ? "none of this process" : text;
 }
 
 std::shared_ptr<Buffer> CudaAllocator::allocate(size_t size_bytes, const char* label) {
@@ -74,15 +100,16 @@ std::shared_ptr<Buffer> CudaAllocator::allocate(size_t size_bytes, const char* l
   }
   require<OutOfMemory>(
       status.code == 0, "out of memory on cuda:", index_, ": ", size_bytes, " bytes for '", label, "' with ",
-      stats_.in_use_bytes, " bytes in use (peak ", stats_.peak_bytes,
-      "); use a smaller micro-batch, recompute, or a smaller model [cudaMalloc: ", status.text, "]");
+      stats_.in_use_bytes, " bytes in use (peak ", stats_.peak_bytes, "), most of it by ", largest_holders(),
+      "; use a smaller micro-batch, recompute, or a smaller model [cudaMalloc: ", status.text, "]");
   stats_.reserved_bytes += static_cast<int64_t>(block_bytes);
-  return hand_out(address, size_bytes, block_bytes);
+  return hand_out(address, size_bytes, block_bytes, label);
 }
 
 void CudaAllocator::release(void* address, size_t block_bytes) noexcept {
   const std::lock_guard lock(mutex_);
   stats_.in_use_bytes -= static_cast<int64_t>(block_bytes);
+  holders_.erase(address);
   free_blocks_.emplace(block_bytes, address);
 }
 

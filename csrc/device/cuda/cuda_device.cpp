@@ -219,9 +219,9 @@ class CudaStreamImpl final : public CudaStream {
 };
 
 std::shared_ptr<Buffer> CudaDeviceImpl::allocate(size_t size_bytes, const char* label) {
-  if (auto buffer = allocator_->try_cached(size_bytes)) return buffer;
+  if (auto buffer = allocator_->try_cached(size_bytes, label)) return buffer;
   in_flight_.sweep(nullptr);
-  if (auto buffer = allocator_->try_cached(size_bytes)) return buffer;
+  if (auto buffer = allocator_->try_cached(size_bytes, label)) return buffer;
   return allocator_->allocate(size_bytes, label);
 }
 

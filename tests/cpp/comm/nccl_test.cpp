@@ -151,7 +151,7 @@ TEST_F(EmulatedNccl, WorksCanBeDroppedAndWaitedForByStreams) {
 
 // ---- what is refused -----------------------------------------------------------------------------------
 
-TEST_F(EmulatedNccl, OneGpuForTwoRanksIsRefusedByUs) {
+TEST_F(EmulatedNccl, G4OneGpuForTwoRanksIsRefusedByUs) {
   Setting setting{.size = 3};
   setting.gpu_of_rank = [](int rank) { return rank == 2 ? 0 : rank; };
   for (const std::string& outcome : run(setting, [](Communicator&, Device&) {}))
@@ -164,7 +164,7 @@ PolyremeNcclStatus older_version(int32_t* version) {
   return {};
 }
 
-TEST_F(EmulatedNccl, VersionsMustAgree) {
+TEST_F(EmulatedNccl, G13VersionsMustAgree) {
   fake_gpu::reset(2, 1);
   MemoryStore store;
   PolyremeNcclTable older = *polyreme_nccl_table();
@@ -181,7 +181,7 @@ TEST_F(EmulatedNccl, VersionsMustAgree) {
   for (const std::string& outcome : outcomes) expect_parts(outcome, {"NCCL version", "2.28.9", "2.20.0"});
 }
 
-TEST_F(EmulatedNccl, ARankThatDoesNotComeIsATimeout) {
+TEST_F(EmulatedNccl, G5ARankThatDoesNotComeIsATimeout) {
   fake_gpu::reset(2, 1);
   MemoryStore store;
   const auto device = make_cuda_device(*polyreme_cuda_table(), 0);
@@ -214,7 +214,7 @@ TEST_F(EmulatedNccl, StreamsOfOtherDevicesAreRefused) {
       all_ok(1));
 }
 
-TEST_F(EmulatedNccl, ComparedCallsThatDifferAreAMismatch) {
+TEST_F(EmulatedNccl, G7ComparedCallsThatDifferAreAMismatch) {
   const auto outcomes =
       run({.size = 3, .nccl = {.check_calls = true}}, [](Communicator& comm, Device& device) {
         const auto stream = device.create_stream("test");
@@ -247,7 +247,7 @@ TEST_F(EmulatedNccl, ComparedBlocksThatDifferAreAMismatch) {
 
 // ---- failures --------------------------------------------------------------------------------------------
 
-TEST_F(EmulatedNccl, AbortReachesAllRanksAndSubgroups) {
+TEST_F(EmulatedNccl, G8AbortReachesAllRanksAndSubgroups) {
   const auto outcomes = run({.size = 3}, [](Communicator& comm, Device& device) {
     const auto half = comm.split(comm.rank() == 0 ? 0 : 1, 0, "half");
     const auto stream = device.create_stream("test");
@@ -310,7 +310,7 @@ TEST_F(EmulatedNccl, AnExceptionOnOneRankReachesTheOthers) {
   expect_parts(outcomes[1], {"no such file"});
 }
 
-TEST_F(EmulatedNccl, AStuckGpuIsATimeoutThatSaysSo) {
+TEST_F(EmulatedNccl, G2AStuckGpuIsATimeoutThatSaysSo) {
   const auto outcomes =
       run({.size = 2, .timeout = milliseconds(400)}, [](Communicator& comm, Device& device) {
         const auto stream = device.create_stream("test");
@@ -342,6 +342,29 @@ TEST_F(EmulatedNccl, ALostStoreIsALostPeer) {
     comm.all_reduce(conformance::to_device(device, std::vector<float>(4)), ReduceOp::kSum, *stream)->wait();
   });
   expect_parts(outcomes[0], {"PeerLost: the store of the job is gone", "rank 0"});
+}
+
+// NCCL forbids two threads inside of one communicator; an abort comes from any thread. Rules that are broken
+// are violations.
+TEST_F(EmulatedNccl, G14AbortWhileAnotherThreadEnqueues) {
+  for (uint64_t seed = 1; seed < 4; ++seed) {
+    const auto outcomes = run({.size = 2, .seed = seed}, [](Communicator& comm, Device& device) {
+      const auto stream = device.create_stream("test");
+      const Tensor data = conformance::to_device(device, std::vector<float>(40, 1.0F));
+      comm.all_reduce(data, ReduceOp::kSum, *stream)->wait();
+      std::thread other([&] {
+        if (comm.rank() == 1) comm.abort("enough");
+      });
+      try {
+        while (true) comm.all_reduce(data, ReduceOp::kSum, *stream)->wait_on(*stream);
+      } catch (...) {
+        other.join();
+        throw;
+      }
+    });
+    for (const std::string& outcome : outcomes)
+      expect_parts(outcome, {"PeerLost", "aborted the group: enough"});
+  }
 }
 
 struct Failure {

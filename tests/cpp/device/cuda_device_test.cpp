@@ -94,9 +94,28 @@ TEST_F(EmulatedCuda, StreamsOwnBuffersUntilTheyPassed) {
 TEST_F(EmulatedCuda, MemoryThatIsOutIsTold) {
   auto half = device_->allocate(size_t{80} << 20, "half");
   expect_parts(error_text<OutOfMemory>([&] { device_->allocate(size_t{80} << 20, "other half"); }),
-               {"out of memory on cuda:0", "'other half'", "cudaErrorMemoryAllocation"});
+               {"out of memory on cuda:0", "'other half'", "most of it by 'half' 83886080 bytes in 1 buffer",
+                "cudaErrorMemoryAllocation"});
   half.reset();
   EXPECT_NE(device_->allocate(size_t{100} << 20, "more"), nullptr) << "the cache was not given back";
+}
+
+TEST_F(EmulatedCuda, G15PinnedMemoryThatIsOutIsTold) {
+  fake_gpu::fail_call("cudaMallocHost", 1, cudaErrorMemoryAllocation);
+  expect_parts(error_text<OutOfMemory>([&] { allocate_pinned(*device_, 4096); }),
+               {"out of page-locked memory: 4096 bytes", "cudaErrorMemoryAllocation"});
+  EXPECT_NE(allocate_pinned(*device_, 4096), nullptr);
+}
+
+TEST_F(EmulatedCuda, AnIllegalAddressStaysWithItsGpu) {
+  const auto stream = device_->create_stream("test");
+  const auto buffer = device_->allocate(4, "test");
+  const auto other = make_cuda_device(*polyreme_cuda_table(), 1);
+  fake_gpu::break_gpu(0);
+  for (int i = 0; i < 2; ++i)
+    expect_parts(error_text<DeviceError>([&] { stream->synchronize(); }),
+                 {"cuda:0: cudaStreamSynchronize failed: cudaErrorIllegalAddress (700)"});
+  EXPECT_NE(other->create_stream("test"), nullptr);
 }
 
 TEST_F(EmulatedCuda, TheHostMustCopy) {
@@ -126,7 +145,7 @@ TEST_F(EmulatedCuda, EachFailedCallIsADeviceErrorThatNamesIt) {
   EXPECT_EQ(read(buffer, 1, *stream).size(), 1u) << "usable after all of them";
 }
 
-TEST_F(EmulatedCuda, TheCurrentGpuOfTheThreadIsRestored) {
+TEST_F(EmulatedCuda, G6TheCurrentGpuOfTheThreadIsRestored) {
   const PolyremeCudaTable& table = *polyreme_cuda_table();
   table.set_device(1);
   const auto stream = device_->create_stream("test");
