@@ -281,7 +281,8 @@ cudaError_t cudaGetDevice(int* index) {
   return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int index) {
-  FAKE_CALL("cudaSetDevice");
+  const Lock lock;
+  if (const int code = failure_of("cudaSetDevice")) return give(static_cast<cudaError_t>(code));
   if (index < 0 || index >= state().num_gpus) return give(cudaErrorInvalidDevice);
   current_gpu = index;
   return cudaSuccess;

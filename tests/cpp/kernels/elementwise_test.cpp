@@ -51,6 +51,36 @@ TEST(ElementwiseKernel, HasTheBitsOfTheCpu) {
     });
 }
 
+TEST(ElementwiseKernel, AccumulateAndScaleHaveTheBitsOfTheCpu) {
+  for_dtypes([&](auto type) {
+    using T = decltype(type);
+    for (const int64_t count : kCounts)
+      for (const bool finite : {true, false}) {
+        std::vector<float> x = normals_of<T>(count, 1);
+        const std::vector<float> sums = normals(count, 2);
+        if (!finite) x.back() = kInf;
+        Cpu cpu;
+        const Tensor out = cpu.upload(sums), flag = cpu.upload({1}, std::vector<int32_t>{0}),
+                     scaled = cpu.upload(x);
+        accumulate(cpu.stream(), cpu.upload(x), out, flag);
+        scale(cpu.stream(), scaled, 0.3F);
+        for (const size_t shift : {0, 1}) {
+          for_seeds([&] {
+            const Array<T> gx(x, shift);
+            const Array<float> gout(sums, shift);
+            const Array<int32_t> gflag(std::vector<int32_t>{0});
+            run<PolyremeAccumulate>(kernels::launch_accumulate,
+                                    {gx.data(), gout.data(), gflag.data(), count, kCodeOf<T>});
+            expect_bits(gout.floats(), cpu.download(out), "accumulate");
+            EXPECT_EQ(gflag[0], finite ? 0 : 1);
+            run<PolyremeScale>(kernels::launch_scale, {gx.data(), count, 0.3F, kCodeOf<T>});
+            expect_rounded(gx, cpu.download(scaled), "scale");
+          });
+        }
+      }
+  });
+}
+
 TEST(ElementwiseKernel, GeluAgainstFloat64) {
   const auto gelu = [](double x) {
     return 0.5 * x * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));

@@ -56,5 +56,25 @@ TEST(RandomKernel, NormalNumbersHaveTheBitsOfTheCpu) {
     }
 }
 
+TEST(RandomKernel, StochasticRoundingHasTheBitsOfTheCpu) {
+  for (const int64_t count : {1, 6, 1000})
+    for (const int64_t first : kFirsts) {
+      std::vector<float> x = normals(count, 1);
+      x[0] = 3.4e38F;
+      x.back() = count == 6 ? kNan : count == 1000 ? -kInf : x.back();
+      Cpu cpu;
+      const Tensor wanted = cpu.make({count}, DType::kBF16), wide = cpu.make({count});
+      round_stochastic(cpu.stream(), cpu.upload(x), wanted, kKey, first);
+      cast(cpu.stream(), wanted, wide);
+      for_seeds([&] {
+        const Array<float> gx(x);
+        const Array<BFloat16> y(x.size());
+        run<PolyremeRoundStochastic>(kernels::launch_round_stochastic,
+                                     {gx.data(), y.data(), count, first, kGpuKey});
+        expect_bits(y.floats(), cpu.download(wide), concat("first ", first));
+      });
+    }
+}
+
 }  // namespace
 }  // namespace polyreme::kernel_test

@@ -60,6 +60,26 @@ TEST(RotaryKernel, AgainstFloat64) {
     });
 }
 
+TEST(RotaryKernel, TablesAgainstFloat64) {
+  for (const auto& [seq, head_dim] : {std::pair<int64_t, int64_t>{1, 2}, {9, 6}, {3000, 8}})
+    for_seeds([&] {
+      const auto count = static_cast<size_t>(seq * head_dim / 2);
+      const Array<float> cosine(count), sine(count);
+      run<PolyremeRotaryTable>(kernels::launch_rotary_table,
+                               {cosine.data(), sine.data(), seq, head_dim, 1e4});
+      std::vector<double> cosines, sines;
+      for (int64_t position = 0; position < seq; ++position)
+        for (int64_t i = 0; i < head_dim / 2; ++i) {
+          const double angle = static_cast<double>(position) *
+                               std::pow(1e4, -2.0 * static_cast<double>(i) / static_cast<double>(head_dim));
+          cosines.push_back(std::cos(angle));
+          sines.push_back(std::sin(angle));
+        }
+      expect_near(cosine, cosines, 1e-7, 1.0, "cosine");
+      expect_near(sine, sines, 1e-7, 1.0, "sine");
+    });
+}
+
 TEST(RotaryKernel, WhatItDoesNotTakeIsRefused) {
   EXPECT_EQ(kernels::launch_rotary(
                 {.tokens = 1, .seq = 1, .groups = 1, .heads = 1, .head_dim = 3, .row_stride = 3}, nullptr),
