@@ -19,6 +19,7 @@ from .checkpoint.training import TrainerState
 from .checks import MAX_SEED, check_int, check_number, check_type
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
+from .layout import lanes_to_verify, layout_to_verify
 from .mesh import Mesh
 from .models import Model
 from .precision import Precision
@@ -136,7 +137,7 @@ class Trainer:
         check_type("optimizer", optimizer, optim.Optimizer, "a rule such as polyreme.AdamW()")
         if lanes is not None:
             check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")
-        lanes = lanes or Lanes()
+        lanes = lanes_to_verify(lanes or Lanes())
         zero = Zero.of(zero)
         precision = precision_to_verify(Precision.of(precision))
         if on_nonfinite not in ("raise", "skip"):
@@ -146,6 +147,9 @@ class Trainer:
         if clip_norm is not None:
             clip_norm = check_number("clip_norm", clip_norm, above=True, otherwise="None for no limit")
         seed = check_int("seed", seed, 0, MAX_SEED)
+        if (layout := layout_to_verify()) is not None:
+            zero, schedule, split = layout.of_zero(zero), layout.of_schedule(schedule), None
+            micro_batch = layout.micro_batch or micro_batch
         self.model = model
         self.mesh = mesh
         self.optimizer = optimizer

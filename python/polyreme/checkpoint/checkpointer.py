@@ -19,6 +19,7 @@ import numpy as np
 from .. import _core
 from ..checks import check_int, check_timeout, check_type
 from ..errors import CheckpointCorrupt, CheckpointError, Error, InvalidArgument
+from ..verification import is_verifying
 from ..world import World
 from . import directory as names
 from .arrays import ArrayState
@@ -223,6 +224,8 @@ class Checkpointer:
     ) -> bool:
         """Copies the state and returns while it is being written; whether a save was started. Collective.
 
+        Under `polyreme verify`, which runs a script several times for a few steps, nothing is saved.
+
         Args:
             state: a Trainer, or names to arrays (see ArrayPart for those that are cut).
             step: of arrays: the number of the checkpoint. A checkpoint of the same step is replaced.
@@ -233,6 +236,8 @@ class Checkpointer:
             CheckpointError: the ranks do not agree; with on_error="raise", an earlier save has failed.
             NumericError: ranks of a Trainer hold different bits where they should be equal. Nothing was started.
         """
+        if is_verifying():
+            return False
         start = time.perf_counter()
         core = self._world_of(state)
         if step is None and hasattr(state, "applied_steps"):
@@ -442,7 +447,7 @@ class Checkpointer:
             pieces = [(i, begin, end) for i in indices for begin, end in held[i].pieces]
             size = sum((end - begin) * ITEM_BYTES[held[i].dtype] for i, begin, end in pieces)
             data = self._staging.memory(size)
-            files.read([(held[i].name, begin, end) for i, begin, end in pieces], data)
+            files.read([(held[i].name, held[i].slab, begin, end) for i, begin, end in pieces], data)
         except Exception as error:  # told to all ranks, whatever it is
             facts["error"] = str(error) if isinstance(error, Error) else repr(error)
             facts["corrupt"] = isinstance(error, CheckpointCorrupt)
