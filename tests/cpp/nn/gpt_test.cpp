@@ -96,11 +96,13 @@ TEST_P(Gpt, NoCutShowsAndNorDoesRecompute) {
   config.tied = GetParam();
   const LayerCase plain = gpt_case(config, 6);
   expect_no_cut_shows(plain);
-  config.recompute = true;
-  const LayerCase recompute = gpt_case(config, 6);
-  expect_no_cut_shows(recompute);
-  Rig rig;
-  expect_same_bits(run_layer(rig, recompute, {4}).joined(), run_layer(rig, plain, {4}).joined());
+  for (const Recomputation which : {Recomputation::kBlocks, Recomputation::kAttention}) {
+    config.recompute = which;
+    const LayerCase recompute = gpt_case(config, 6);
+    expect_no_cut_shows(recompute);
+    Rig rig;
+    expect_same_bits(run_layer(rig, recompute, {4}).joined(), run_layer(rig, plain, {4}).joined());
+  }
 }
 
 // Every way to store: {dtype, norms, logits}.
