@@ -154,8 +154,9 @@ class Engine {
   // The first parameter of the model that is not finite in this kind of buffer; their number if there is
   // none.
   size_t first_not_finite(const std::string& kind);
-  // Throws InvalidArgument for an unknown kind, and for gradients before the first step.
-  void check_kind(const std::string& kind) const;
+  // Throws InvalidArgument for an unknown kind, for gradients before the first step, and for what a frozen
+  // parameter lacks: on all stages alike.
+  void check_kind(const std::string& kind, size_t param) const;
   std::string what_is_not_finite();
   Tensor unit_buffer(const std::string& kind, int unit);
   Stream& background() const { return background_ ? *background_ : *stream_; }
@@ -177,7 +178,7 @@ class Engine {
   Tensor clip_scale_;                      // fp32 [1]
   std::unique_ptr<PipelineRun> pipeline_;  // null: one stage without a schedule
   LossScaler scaler_;
-  double grad_scale_ = 1;  // of the gradient that the last step has left
+  std::optional<double> grad_scale_;  // of the gradient that the last step has left
   int64_t applied_steps_ = 0, skipped_steps_ = 0, skipped_in_a_row_ = 0;
 };
 

@@ -13,6 +13,7 @@ class SharedUses {
   virtual Tensor weight(int param) = 0;
   // The accumulator of the current lane.
   virtual Tensor grad(int param) = 0;
+  virtual bool is_trainable(int param) = 0;
 };
 
 // The weights and gradients of a rank, as layers see them. Layers know the parameters of the whole model;
@@ -35,7 +36,7 @@ class ParamStore final : public ParamStorage {
     return is_shared(use) ? shared_->grad(use.param) : grads.grad({local_of(use.param), use.use});
   }
   bool is_trainable(const ParamUse& use) const override {
-    return is_shared(use) || grads.is_trainable(local_of(use.param));
+    return is_shared(use) ? shared_->is_trainable(use.param) : grads.is_trainable(local_of(use.param));
   }
 
   WeightStore weights;

@@ -5,8 +5,8 @@
 namespace polyreme {
 
 SharedParams::SharedParams(const Model& model, const StagePart& part, Communicator& stages, Stream& stream,
-                           ParamStore& params)
-    : model_(model), part_(part), stages_(stages), stream_(stream), params_(params) {
+                           ParamStore& params, const std::vector<uint8_t>& trainable)
+    : model_(model), part_(part), stages_(stages), stream_(stream), params_(params), trainable_(trainable) {
   for (const SharedParam& shared : part.shared) {
     Share share{
         .what = shared, .is_owner = shared.owner == stages.rank(), .is_user = shared.user == stages.rank()};
@@ -40,6 +40,7 @@ void SharedParams::begin_step() {
 
 Tensor SharedParams::grad(int param) {
   Share& share = *find(param);
+  if (!is_trainable(param)) return new_tensor(share, "gradient of a frozen one");  // dropped
   if (!share.is_begun) {
     share.grads.push_back(new_tensor(share, "shared gradient"));
     fill(stream_, share.grads.back(), 0.0f);

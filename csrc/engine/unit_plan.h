@@ -39,8 +39,7 @@ struct UnitPlan {
   size_t first_trainable_layer = 0;  // backward ends with it
 };
 
-// Parameters of different `parts` do not share a unit; empty: one part. Throws InvalidArgument if no
-// parameter learns.
+// Parameters of different `parts` do not share a unit; empty: one part.
 UnitPlan make_unit_plan(const ParamRegistry& registry, size_t num_layers, const ZeroOptions& options,
                         int64_t num_shards, const OptimizerOptions& optimizer,
                         std::span<const int> parts = {});

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -187,6 +188,7 @@ class Trainer:
         )
         self.lanes = replace(lanes, dp=self._engine.lanes_dp)
         self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints
+        self._compared_batches = False
         self._recorder = StepRecorder.from_environment(mesh.world.rank)
 
     # ---- steps ----
@@ -225,8 +227,29 @@ class Trainer:
         """
         lr = self.optimizer.lr_at(self.applied_steps + 1)
         start = self._begin()
-        raw = self._engine.train_batch(_token_array(tokens, "tokens"), _token_array(targets, "targets"), lr)
-        return self._stats(raw, lr, time.perf_counter() - start)
+        arrays = _token_array(tokens, "tokens"), _token_array(targets, "targets")
+        raw = self._engine.train_batch(*arrays, lr)
+        seconds = time.perf_counter() - start
+        if not self._compared_batches:
+            self._warn_of_equal_batches(*arrays)
+        return self._stats(raw, lr, seconds)
+
+    def _warn_of_equal_batches(self, tokens: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Of the first step alone: a loader that gives several ranks the same samples is one from the start."""
+        self._compared_batches = True
+        if self.mesh.size("dp") == 1:
+            return
+        digest = hashlib.sha256(tokens.tobytes() + targets.tobytes()).digest()
+        places: dict[bytes, list[int]] = {}
+        for place, row in enumerate(self.mesh["dp"].all_gather(np.frombuffer(digest, np.uint8)[None])):
+            places.setdefault(row.tobytes(), []).append(place)
+        equal = [ranks for ranks in places.values() if len(ranks) > 1]
+        if equal and self.mesh.world.rank == 0:
+            logging.getLogger("polyreme").warning(
+                "the first batch is the same on dp ranks %s: give each rank its own part of the global batch, or"
+                " what they compute is computed twice",
+                " and on ".join(", ".join(map(str, ranks)) for ranks in equal),
+            )
 
     def fit(
         self,
