@@ -158,6 +158,7 @@ void Engine::agree_on_settings() {
        // These change the collectives of a step only where rounds or gathers depend on them.
        fact("micro_batch", zero.round_first || zero.stage == 3 ? options_.micro_batch : 0),
        fact("prefetch", zero.prefetch), fact("persist_below", zero.persist_below),
+       fact("gather", zero.gather_for_step ? "step" : "use"),
        fact("loss_scale",
             concat(scale.dynamic, " ", scale.initial, " ", scale.growth, " ", scale.backoff, " ",
                    scale.interval, " ", scale.minimum, " ", scale.maximum, " ", scale.hysteresis)),

@@ -176,6 +176,7 @@ class Trainer:
             round_first=lanes.order == "round_first",
             prefetch=zero.prefetch,
             persist_below=zero.persist_below,
+            gather_for_step=zero._gather_for_step(lists is not None),
             loss_scale=_core.LossScalerOptions(**asdict(precision.scaling())),
             max_skipped=_SKIPS.get(on_nonfinite, on_nonfinite),
             optimizer={
