@@ -153,7 +153,7 @@ void bind_engine(py::module_& m) {
   bind_model(m);
   py::class_<Engine>(m, "Engine")
       .def(py::init([](World& world, Mesh& mesh, const ModelConfig& config, int64_t global_batch,
-                       int64_t micro_batch, int64_t lanes_dp, uint64_t seed, float clip_norm, int zero_stage,
+                       int64_t micro_batch, int64_t lanes_dp, int64_t lanes_tp, uint64_t seed, float clip_norm, int zero_stage,
                        int64_t shard_size, int64_t bucket_bytes, bool overlap, bool round_first,
                        int64_t prefetch, int64_t persist_below, const LossScalerOptions& loss_scale,
                        int64_t max_skipped, const py::dict& optimizer,
@@ -176,9 +176,12 @@ void bind_engine(py::module_& m) {
                                          .pipeline = {.schedule = schedule, .split = std::move(split)}};
              // Not as a call_guard, under which pybind11 would register the new object too.
              const Interruptible call(&world.communicator());
-             return std::make_unique<Engine>(world.device(), mesh, build_model(config), options);
+             const int64_t tp = mesh.layout().size("tp");
+             const TensorLanes lanes{lanes_tp > 0 ? lanes_tp : tp, tp};
+             check_lanes("tp", lanes.lanes, tp);
+             return std::make_unique<Engine>(world.device(), mesh, build_model(config, lanes), options);
            }),
-           "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
+           "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a, "lanes_tp"_a,
            "seed"_a, "clip_norm"_a, "zero_stage"_a, "shard_size"_a, "bucket_bytes"_a, "overlap"_a,
            "round_first"_a, "prefetch"_a, "persist_below"_a, "loss_scale"_a, "max_skipped"_a, "optimizer"_a,
            "schedule"_a, "split"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
@@ -305,6 +308,7 @@ void bind_engine(py::module_& m) {
             engine.loss_scaler().load({std::get<0>(state), std::get<1>(state), std::get<2>(state)});
           })
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
+      .def_property_readonly("lanes_tp", [](const Engine& engine) { return engine.model().lanes.lanes; })
       .def_property_readonly("num_parameters", [](const Engine& engine) { return engine.num_parameters(); });
 }
 

@@ -53,5 +53,24 @@ struct ParamSpec {
 // The elements of `spec` that a rank of `axis` holds: its shape, given the axis' size. Throws
 // InvalidArgument, naming parameter, dim, blocks and axis size, where the dim does not divide.
 Shape local_shape(const ParamSpec& spec, const std::string& axis, int64_t axis_size);
+bool is_cut(const ParamSpec& spec, const std::string& axis);
+
+// The lanes of an axis that a rank owns: [first, first + count) of `lanes`.
+struct LaneRange {
+  int64_t lanes = 1;
+  int64_t first = 0;
+  int64_t count = 1;
+};
+
+// Neighbouring elements of a lane's part of a parameter (row-major in local_shape of axis size `lanes`) that are
+// neighbours in `shape` too.
+struct PartRun {
+  int64_t part_begin = 0;
+  int64_t whole_begin = 0;
+  int64_t size = 0;
+};
+// All elements of lane `lane`'s part but padding, ascending; of the whole parameter if the axis does not cut it.
+// The parameter is cut once along the axis, without replication.
+std::vector<PartRun> part_runs(const ParamSpec& spec, const std::string& axis, int64_t lanes, int64_t lane);
 
 }  // namespace polyreme

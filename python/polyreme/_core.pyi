@@ -253,6 +253,7 @@ class Engine:
         global_batch: int,
         micro_batch: int,
         lanes_dp: int,
+        lanes_tp: int,
         seed: int,
         clip_norm: float,
         zero_stage: int,
@@ -292,6 +293,8 @@ class Engine:
     def loss_scaler_state(self, state: tuple[float, int, int]) -> None: ...
     @property
     def lanes_dp(self) -> int: ...
+    @property
+    def lanes_tp(self) -> int: ...
     @property
     def num_parameters(self) -> int: ...
 
