@@ -271,7 +271,8 @@ void bind_engine(py::module_& m) {
              py::list result;
              for (const StatePart& part : engine.state_parts())
                result.append(py::make_tuple(part.kind, specs[static_cast<size_t>(part.param)].name,
-                                            dtype_name(part.tensor.dtype()), part.begin, part.size));
+                                            dtype_name(part.tensor.dtype()), part.begin, part.size,
+                                            part.part.dim, part.part.ranges));
              return result;
            })
       .def(

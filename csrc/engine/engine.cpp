@@ -44,6 +44,10 @@ EngineOptions checked(EngineOptions options, const Communicator& dp) {
   require(options.global_batch % options.lanes_dp == 0, "global_batch=", options.global_batch,
           " is not divisible by lanes.dp=", options.lanes_dp,
           "; every lane needs the same number of samples");
+  const std::vector<uint8_t>& trainable = options.optimizer.trainable;
+  require(
+      trainable.empty() || std::any_of(trainable.begin(), trainable.end(), [](uint8_t t) { return t != 0; }),
+      "every parameter is frozen: there is nothing to train");
   return options;
 }
 
@@ -90,9 +94,6 @@ StagePart part_of(const Model& model, const Mesh& mesh, const EngineOptions& opt
   const pipeline::Schedule& schedule = *options.pipeline.schedule;
   require(schedule.num_ranks() == stages, "the schedule is for ", schedule.num_ranks(),
           " stages, the mesh has pp=", stages, "; make it for stages=", stages);
-  const std::vector<uint8_t>& trainable = options.optimizer.trainable;
-  require<NotAvailable>(std::find(trainable.begin(), trainable.end(), 0) == trainable.end(),
-                        "frozen parameters with a pipeline: this version has them without one; use pp=1");
   return make_stage_part(model, schedule, mesh.coordinate("pp"), options.pipeline.split, lanes);
 }
 
@@ -160,7 +161,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
             " samples in lanes has ", expected, " of up to ", options_.micro_batch,
             ": make it for micro_batches=", expected);
     pipeline_ = std::make_unique<PipelineRun>(*options_.pipeline.schedule, mesh.group({"pp"}), model_, part_,
-                                              *stream_, params_, loss_sum_,
+                                              *stream_, params_, loss_sum_, options_.optimizer.trainable,
                                               pipeline::ExecutorOptions{.issue_ahead = model_.lanes.size == 1});
   }
   agree_on_settings();
@@ -341,16 +342,19 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   } catch (const InvalidArgument&) {
     refusal = std::current_exception();
   }
-  const int64_t valid = agree_everywhere({{"learning rate", std::bit_cast<int64_t>(lr), concat(lr)},
-                                          fact("number of steps so far", applied_steps_),
-                                          fact("seq_len", batch.seq_len),
-                                          fact("source of samples", source)},
-                                         refusal, count_valid(batch), {fact("batch", content_of(batch))});
+  const int64_t valid =
+      agree_everywhere({{"learning rate", std::bit_cast<int64_t>(lr), concat(lr)},
+                        fact("number of steps so far", applied_steps_),
+                        {"loss scale", std::bit_cast<int64_t>(scaler_.scale()), concat(scaler_.scale())},
+                        fact("seq_len", batch.seq_len),
+                        fact("source of samples", source)},
+                       refusal, count_valid(batch), {fact("batch", content_of(batch))});
   const WaitAtExit wait(*stream_), wait_background(background());
   const HostBatch stretched = tp_ ? padded(batch, model_.lanes.lanes) : HostBatch();
   const DeviceBatch on_device = upload(*stream_, tp_ ? stretched : batch);
   zero_limbs(*stream_, loss_sum_);
-  const double loss_scale = grad_scale_ = scaler_.scale();
+  const double loss_scale = scaler_.scale();
+  grad_scale_ = loss_scale;
   run_lanes(on_device, valid == 0 ? 0.0f : static_cast<float>(loss_scale / static_cast<double>(valid)));
   dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   sum_along_pp(loss_sum_);

@@ -42,13 +42,15 @@ struct EngineOptions {
 };
 
 // Elements [begin, begin + size) of a parameter's weight, or of one kind of its optimizer state, that this
-// rank's shard has.
+// rank's shard has: of the whole parameter, or of the part that a lane of tp has, which is a tensor of its own.
+// Padding is in neither.
 struct StatePart {
   std::string kind;  // "weight", or a name of Optimizer::state
   int param = 0;
   int64_t begin = 0;
   int64_t size = 0;
   Tensor tensor;  // [size]
+  PartRanges part;
 };
 
 struct StepStats {
@@ -159,8 +161,9 @@ class Engine {
   // The first parameter of the model that is not finite in this kind of buffer; their number if there is
   // none.
   size_t first_not_finite(const std::string& kind);
-  // Throws InvalidArgument for an unknown kind, and for gradients before the first step.
-  void check_kind(const std::string& kind) const;
+  // Throws InvalidArgument for an unknown kind, for gradients before the first step, and for what a frozen
+  // parameter lacks: on all stages alike.
+  void check_kind(const std::string& kind, size_t param) const;
   std::string what_is_not_finite();
   Tensor unit_buffer(const std::string& kind, int unit);
   Stream& background() const { return background_ ? *background_ : *stream_; }
@@ -183,7 +186,7 @@ class Engine {
   Tensor clip_scale_;                      // fp32 [1]
   std::unique_ptr<PipelineRun> pipeline_;  // null: one stage without a schedule
   LossScaler scaler_;
-  double grad_scale_ = 1;  // of the gradient that the last step has left
+  std::optional<double> grad_scale_;  // of the gradient that the last step has left
   int64_t applied_steps_ = 0, skipped_steps_ = 0, skipped_in_a_row_ = 0;
 };
 

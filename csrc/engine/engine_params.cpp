@@ -65,7 +65,7 @@ Tensor Engine::parts_of(size_t param, const std::string& kind) {
 std::vector<float> Engine::read_param(const std::string& name, const std::string& kind) {
   const auto param = static_cast<size_t>(model_.registry.index(name));
   const ParamSpec& spec = model_.registry.specs()[param];
-  check_kind(kind);
+  check_kind(kind, param);
   const Tensor parts = parts_of(param, kind);
   if (pipeline_) pipeline_->group().broadcast(parts, part_.stage_of[param], *stream_)->wait_on(*stream_);
   std::vector<float> stored(static_cast<size_t>(parts.numel())), values(static_cast<size_t>(spec.shape.numel()));
@@ -75,8 +75,8 @@ std::vector<float> Engine::read_param(const std::string& name, const std::string
     for (const PartRun& run : part_runs(spec, "tp", parts.size(0), lane))
       std::copy_n(stored.begin() + lane * parts.size(1) + run.part_begin, run.size,
                   values.begin() + run.whole_begin);
-  if (kind == "grad" && grad_scale_ != 1)
-    for (float& value : values) value = static_cast<float>(value / grad_scale_);
+  if (kind == "grad" && *grad_scale_ != 1)
+    for (float& value : values) value = static_cast<float>(value / *grad_scale_);
   return values;
 }
 

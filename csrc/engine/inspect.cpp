@@ -59,7 +59,7 @@ std::string Engine::what_is_not_finite() {
                        std::count(bad.begin(), bad.end(), 1), " to have it");
 }
 
-void Engine::check_kind(const std::string& kind) const {
+void Engine::check_kind(const std::string& kind, size_t param) const {
   std::string known = "weight, master, grad";
   bool is_known = kind == "weight" || kind == "master" || kind == "grad";
   for (const OptimizerState& state : optimizer_->state()) {
@@ -67,9 +67,11 @@ void Engine::check_kind(const std::string& kind) const {
     known += ", " + state.name;
   }
   require(is_known, "unknown kind '", kind, "'; expected one of ", known);
-  const std::vector<Tensor>& grads = params_.grads.own();
-  const bool has_grads = std::any_of(grads.begin(), grads.end(), [](const Tensor& t) { return t.defined(); });
-  require(kind != "grad" || has_grads, "there is no gradient before the first step");
+  require(kind != "grad" || grad_scale_, "there is no gradient before the first step");
+  const std::vector<uint8_t>& trainable = options_.optimizer.trainable;
+  const bool learns = trainable.empty() || trainable[param] != 0;
+  require(learns || kind == "weight" || kind == "master", "the parameter is frozen: it has no ",
+          kind == "grad" ? "gradient" : concat("'", kind, "'"));
 }
 
 Tensor Engine::unit_buffer(const std::string& kind, int unit) {
@@ -77,10 +79,7 @@ Tensor Engine::unit_buffer(const std::string& kind, int unit) {
   if (kind == "master") return params_.weights.whole_masters(unit);
   std::string known = "weight, master, grad";
   if (kind == "grad") {
-    require(!plan_.is_frozen[static_cast<size_t>(unit)], "the parameter is frozen: it has no gradient");
-    const Tensor& slice = params_.grads.own()[static_cast<size_t>(unit)];
-    require(slice.defined(), "there is no gradient before the first step");
-    return params_.weights.gathered(slice, unit);
+    return params_.weights.gathered(params_.grads.own()[static_cast<size_t>(unit)], unit);
   }
   for (const auto& [name, slices] : optimizer_->state()) {
     const Tensor& slice = slices[static_cast<size_t>(unit)];

@@ -14,6 +14,7 @@ class SharedUses {
   virtual Tensor weight(const ParamUse& use) = 0;
   // The accumulator of the current lane.
   virtual Tensor grad(const ParamUse& use) = 0;
+  virtual bool is_trainable(int param) = 0;
 };
 
 // The weights and gradients of a rank, as layers see them. Layers know the parameters of the whole model;
@@ -36,7 +37,7 @@ class ParamStore final : public ParamStorage {
     return is_shared(use) ? shared_->grad(use) : grads.grad({part_.local_of(use), use.use, use.lane});
   }
   bool is_trainable(const ParamUse& use) const override {
-    return is_shared(use) || grads.is_trainable(part_.local_of(use));
+    return is_shared(use) ? shared_->is_trainable(use.param) : grads.is_trainable(part_.local_of(use));
   }
 
   WeightStore weights;

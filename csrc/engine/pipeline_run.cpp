@@ -6,11 +6,11 @@ namespace polyreme {
 
 PipelineRun::PipelineRun(pipeline::Schedule schedule, Communicator& group, const Model& model,
                          const StagePart& part, Stream& compute, ParamStore& params, const Tensor& loss_sum,
-                         const pipeline::ExecutorOptions& options)
+                         const std::vector<uint8_t>& trainable, const pipeline::ExecutorOptions& options)
     : group_(group),
       compute_(compute),
       options_(options),
-      shared_(model, part, group, compute, params),
+      shared_(model, part, group, compute, params, trainable),
       stage_(model, part, compute, params, shared_, loss_sum),
       training_(std::move(schedule), group, compute, options) {}
 

@@ -11,11 +11,11 @@ namespace polyreme {
 // A rank's side of a pipeline: its stage, and the executor of every schedule that it has run.
 class PipelineRun {
  public:
-  // All arguments but `schedule` must outlive this object; `group` is the pp axis. Throws InvalidArgument for
-  // a schedule that is not valid or not for this group.
+  // All arguments but `schedule` must outlive this object; `group` is the pp axis, `trainable` of the model's
+  // parameters. Throws InvalidArgument for a schedule that is not valid or not for this group.
   PipelineRun(pipeline::Schedule schedule, Communicator& group, const Model& model, const StagePart& part,
               Stream& compute, ParamStore& params, const Tensor& loss_sum,
-              const pipeline::ExecutorOptions& options);
+              const std::vector<uint8_t>& trainable, const pipeline::ExecutorOptions& options);
 
   Communicator& group() const { return group_; }
   const pipeline::Schedule& schedule() const { return training_.schedule(); }

@@ -5,8 +5,8 @@
 namespace polyreme {
 
 SharedParams::SharedParams(const Model& model, const StagePart& part, Communicator& stages, Stream& stream,
-                           ParamStore& params)
-    : model_(model), part_(part), stages_(stages), stream_(stream), params_(params) {
+                           ParamStore& params, const std::vector<uint8_t>& trainable)
+    : model_(model), part_(part), stages_(stages), stream_(stream), params_(params), trainable_(trainable) {
   for (const SharedParam& shared : part.shared) {
     Share share{
         .what = shared, .is_owner = shared.owner == stages.rank(), .is_user = shared.user == stages.rank()};
@@ -38,6 +38,7 @@ void SharedParams::begin_step() {
 
 Tensor SharedParams::grad(const ParamUse& use) {
   Share& share = *find(use.param, use.lane);
+  if (!is_trainable(use.param)) return new_tensor(share, DType::kF32, "gradient of a frozen one");  // dropped
   if (!share.is_begun) {
     share.grads.push_back(new_tensor(share, DType::kF32, "shared gradient"));
     fill(stream_, share.grads.back(), 0.0f);

@@ -14,9 +14,9 @@ namespace polyreme {
 // lanes are through.
 class SharedParams final : public SharedUses {
  public:
-  // All arguments must outlive this object; `stages` is the pp axis.
+  // All arguments must outlive this object; `stages` is the pp axis, `trainable` of the model's parameters.
   SharedParams(const Model& model, const StagePart& part, Communicator& stages, Stream& stream,
-               ParamStore& params);
+               ParamStore& params, const std::vector<uint8_t>& trainable);
 
   void begin_step();
   // The backward of `layers` on the last micro-batch of a lane, or of a round of it, has run.
@@ -32,6 +32,9 @@ class SharedParams final : public SharedUses {
   bool has(const ParamUse& use) override { return find(use.param, use.lane) != nullptr; }
   Tensor weight(const ParamUse& use) override;
   Tensor grad(const ParamUse& use) override;
+  bool is_trainable(int param) override {
+    return trainable_.empty() || trainable_[static_cast<size_t>(param)] != 0;
+  }
 
  private:
   struct Share {
@@ -54,6 +57,7 @@ class SharedParams final : public SharedUses {
   Communicator& stages_;
   Stream& stream_;
   ParamStore& params_;
+  const std::vector<uint8_t>& trainable_;
   std::vector<Share> shares_;
 };
 

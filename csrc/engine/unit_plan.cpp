@@ -61,8 +61,6 @@ UnitPlan make_unit_plan(const ParamRegistry& registry, size_t num_layers, const 
   }
   for (int unit = 0; unit < map.num_units(); ++unit)
     plan.is_cut.push_back(is_cut(registry.specs()[static_cast<size_t>(map.params_of(unit).front())], "tp"));
-  require(plan.first_trainable_layer < num_layers || map.num_params() == 0,
-          "every parameter is frozen: there is nothing to train");
   for (std::vector<int>& units : plan.used_by) std::sort(units.begin(), units.end());
   for (int unit = 0; unit < map.num_units(); ++unit) {
     const int param = map.params_of(unit).front();

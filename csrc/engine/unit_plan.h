@@ -38,8 +38,7 @@ struct UnitPlan {
 };
 
 // Parameters of different `parts` do not share a unit (what tp cuts and what it does not, among them, where it has
-// several lanes); empty: one part. Throws InvalidArgument if no
-// parameter learns.
+// several lanes); empty: one part.
 UnitPlan make_unit_plan(const ParamRegistry& registry, size_t num_layers, const ZeroOptions& options,
                         int64_t num_shards, const OptimizerOptions& optimizer,
                         std::span<const int> parts = {});

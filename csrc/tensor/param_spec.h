@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/dtype.h"
@@ -62,6 +63,17 @@ struct LaneRange {
   int64_t count = 1;
 };
 
+// The elements of a parameter whose index along `dim` lies in one of the ranges [begin, end), ascending: a lane's
+// part, without padding. No ranges: all of it.
+struct PartRanges {
+  int dim = 0;
+  std::vector<std::pair<int64_t, int64_t>> ranges;
+};
+// The part of lane `lane` of `lanes`. The parameter is cut once along the axis, without replication.
+PartRanges part_ranges(const ParamSpec& spec, const std::string& axis, int64_t lanes, int64_t lane);
+// The number of its elements.
+int64_t part_elements(const ParamSpec& spec, const PartRanges& part);
+
 // Neighbouring elements of a lane's part of a parameter (row-major in local_shape of axis size `lanes`) that are
 // neighbours in `shape` too.
 struct PartRun {
@@ -69,8 +81,7 @@ struct PartRun {
   int64_t whole_begin = 0;
   int64_t size = 0;
 };
-// All elements of lane `lane`'s part but padding, ascending; of the whole parameter if the axis does not cut it.
-// The parameter is cut once along the axis, without replication.
+// All elements of a lane's part but padding, ascending; of the whole parameter if the axis does not cut it.
 std::vector<PartRun> part_runs(const ParamSpec& spec, const std::string& axis, int64_t lanes, int64_t lane);
 
 }  // namespace polyreme

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from .checkpoint.training import TrainerState
 from .checks import MAX_SEED, check_int, check_number, check_type
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
+from .layout import lanes_to_verify, layout_to_verify
 from .mesh import Mesh
 from .models import Model
 from .precision import Precision
@@ -135,7 +137,7 @@ class Trainer:
         check_type("optimizer", optimizer, optim.Optimizer, "a rule such as polyreme.AdamW()")
         if lanes is not None:
             check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")
-        lanes = lanes or Lanes()
+        lanes = lanes_to_verify(lanes or Lanes())
         zero = Zero.of(zero)
         precision = precision_to_verify(Precision.of(precision))
         if on_nonfinite not in ("raise", "skip"):
@@ -145,6 +147,9 @@ class Trainer:
         if clip_norm is not None:
             clip_norm = check_number("clip_norm", clip_norm, above=True, otherwise="None for no limit")
         seed = check_int("seed", seed, 0, MAX_SEED)
+        if (layout := layout_to_verify()) is not None:
+            zero, schedule, split = layout.of_zero(zero), layout.of_schedule(schedule), None
+            micro_batch = layout.micro_batch or micro_batch
         self.model = model
         self.mesh = mesh
         self.optimizer = optimizer
@@ -183,6 +188,7 @@ class Trainer:
         )
         self.lanes = replace(lanes, dp=self._engine.lanes_dp, tp=self._engine.lanes_tp)
         self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints
+        self._compared_batches = False
         self._recorder = StepRecorder.from_environment(mesh.world.rank)
 
     # ---- steps ----
@@ -221,8 +227,29 @@ class Trainer:
         """
         lr = self.optimizer.lr_at(self.applied_steps + 1)
         start = self._begin()
-        raw = self._engine.train_batch(_token_array(tokens, "tokens"), _token_array(targets, "targets"), lr)
-        return self._stats(raw, lr, time.perf_counter() - start)
+        arrays = _token_array(tokens, "tokens"), _token_array(targets, "targets")
+        raw = self._engine.train_batch(*arrays, lr)
+        seconds = time.perf_counter() - start
+        if not self._compared_batches:
+            self._warn_of_equal_batches(*arrays)
+        return self._stats(raw, lr, seconds)
+
+    def _warn_of_equal_batches(self, tokens: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Of the first step alone: a loader that gives several ranks the same samples is one from the start."""
+        self._compared_batches = True
+        if self.mesh.size("dp") == 1:
+            return
+        digest = hashlib.sha256(tokens.tobytes() + targets.tobytes()).digest()
+        places: dict[bytes, list[int]] = {}
+        for place, row in enumerate(self.mesh["dp"].all_gather(np.frombuffer(digest, np.uint8)[None])):
+            places.setdefault(row.tobytes(), []).append(place)
+        equal = [ranks for ranks in places.values() if len(ranks) > 1]
+        if equal and self.mesh.world.rank == 0:
+            logging.getLogger("polyreme").warning(
+                "the first batch is the same on dp ranks %s: give each rank its own part of the global batch, or"
+                " what they compute is computed twice",
+                " and on ".join(", ".join(map(str, ranks)) for ranks in equal),
+            )
 
     def fit(
         self,

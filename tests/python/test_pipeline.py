@@ -166,8 +166,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers():
     def refusal(error, words, ranks=2, pp=2, **options):
         run_ranks(ranks, lambda world: refused(error, words, lambda: train(world, pp, **options)))
 
-    invalid, unavailable = pr.errors.InvalidArgument, pr.errors.NotAvailable
-    refusal(unavailable, ["frozen", "pp=1"], frozen=["h.0.*"])
+    invalid = pr.errors.InvalidArgument
     refusal(invalid, ["[6] has 1 numbers", "2 chunks"], split=[6])
     refusal(invalid, ["has 5 layers; the model has 6"], split=[2, 3])
     refusal(invalid, ["8 layers cannot fill 10 chunks"], schedule=pr.schedule.interleaved(5))

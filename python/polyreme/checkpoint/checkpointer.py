@@ -19,6 +19,7 @@ import numpy as np
 from .. import _core
 from ..checks import check_int, check_timeout, check_type
 from ..errors import CheckpointCorrupt, CheckpointError, Error, InvalidArgument
+from ..verification import is_verifying
 from ..world import World
 from . import directory as names
 from .arrays import ArrayState
@@ -93,6 +94,8 @@ class Checkpointer:
             waits for it, and then ends the process as it would have without. Outside of `fit` that is the end of
             `with`; a second SIGTERM ends it at once.
         timeout_s: how long the ranks wait for each other's files.
+        check_replicas: before a Trainer is saved, its ranks compare what they should hold alike (see
+            `Trainer.check_replicas`), so that no checkpoint has numbers which only some ranks have.
 
     Raises:
         CheckpointError: at the first use: the directory cannot be made, is not the same for all ranks, or another
@@ -111,6 +114,7 @@ class Checkpointer:
         fallback: bool = True,
         signals: bool = True,
         timeout_s: float = 1800.0,
+        check_replicas: bool = True,
     ) -> None:
         if not isinstance(directory, str | os.PathLike):
             raise InvalidArgument(f"Checkpointer: directory={directory!r}; expected a text or a Path")
@@ -129,6 +133,7 @@ class Checkpointer:
         self.fallback = bool(fallback)
         self.timeout_s = check_timeout("Checkpointer: timeout_s", timeout_s)
         self.stats = CheckpointStats()
+        self._checks_replicas = bool(check_replicas)
         self._use_signals = bool(signals)
         self._world: World | None = None
         self._files = _core.FileOps()
@@ -219,6 +224,8 @@ class Checkpointer:
     ) -> bool:
         """Copies the state and returns while it is being written; whether a save was started. Collective.
 
+        Under `polyreme verify`, which runs a script several times for a few steps, nothing is saved.
+
         Args:
             state: a Trainer, or names to arrays (see ArrayPart for those that are cut).
             step: of arrays: the number of the checkpoint. A checkpoint of the same step is replaced.
@@ -227,7 +234,10 @@ class Checkpointer:
         Raises:
             InvalidArgument: names, arrays, extras that cannot be saved. Nothing was started.
             CheckpointError: the ranks do not agree; with on_error="raise", an earlier save has failed.
+            NumericError: ranks of a Trainer hold different bits where they should be equal. Nothing was started.
         """
+        if is_verifying():
+            return False
         start = time.perf_counter()
         core = self._world_of(state)
         if step is None and hasattr(state, "applied_steps"):
@@ -268,6 +278,8 @@ class Checkpointer:
         if any(f["busy"] for f in everybody):
             self.stats = replace(self.stats, skipped=self.stats.skipped + 1)
             return False
+        if self._checks_replicas and hasattr(state, "check_replicas"):
+            state.check_replicas()
         plan = self._planner.plan(core, held, [f["digest"] for f in everybody])
         shards = self._staging.fill(plan, held, source, core.rank)
         job = SaveJob(
@@ -435,7 +447,7 @@ class Checkpointer:
             pieces = [(i, begin, end) for i in indices for begin, end in held[i].pieces]
             size = sum((end - begin) * ITEM_BYTES[held[i].dtype] for i, begin, end in pieces)
             data = self._staging.memory(size)
-            files.read([(held[i].name, begin, end) for i, begin, end in pieces], data)
+            files.read([(held[i].name, held[i].slab, begin, end) for i, begin, end in pieces], data)
         except Exception as error:  # told to all ranks, whatever it is
             facts["error"] = str(error) if isinstance(error, Error) else repr(error)
             facts["corrupt"] = isinstance(error, CheckpointCorrupt)

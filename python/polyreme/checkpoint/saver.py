@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from .. import _core
 from ..errors import CheckpointError, CommError, Error
 from . import directory as names
-from .layout import HeldTensor, State, WritePlan, entry_name, join_errors
+from .layout import HeldTensor, State, WritePlan, entry_of, join_errors
 from .manifest import ITEM_BYTES, SHARD_DTYPES, FileRecord, Manifest
 
 __all__ = ["SaveJob", "Staging"]
@@ -96,12 +96,9 @@ class Staging:
             if group != current:
                 self._shards.append(Shard(f"{group}.{rank:05d}.safetensors", [], at, at))
                 current = group
-            whole = end - begin == tensor.record.num_elements
-            shape = list(tensor.shape) if whole else [end - begin]
+            entry, shape = entry_of(tensor, begin, end)
             shard = self._shards[-1]
-            shard.entries.append(
-                (entry_name(tensor.name, tensor.record, begin, end), SHARD_DTYPES[tensor.dtype], shape)
-            )
+            shard.entries.append((entry, SHARD_DTYPES[tensor.dtype], shape))
             at += (end - begin) * ITEM_BYTES[tensor.dtype]
             shard.end = at
         self._plan = plan
