@@ -72,13 +72,14 @@ int size_of(const Mesh& mesh, const std::string& name) {
 std::unique_ptr<TensorParallel> tensor_parallel(const Model& model, const Mesh& mesh,
                                                 const EngineOptions& options) {
   const int64_t size = size_of(mesh, "tp"), lanes = model.lanes.lanes;
-  require(model.lanes.size == size, "the model was built for tp=", model.lanes.size, ", the mesh has tp=", size,
-          "; build it for the mesh");
+  require(model.lanes.size == size, "the model was built for tp=", model.lanes.size,
+          ", the mesh has tp=", size, "; build it for the mesh");
   if (lanes == 1) return nullptr;
   const std::string& rule = options.optimizer.rule;
-  require<NotAvailable>(rule != "lamb" && rule != "muon", "optimizer '", rule, "' with lanes.tp=", lanes,
-                        ": this version has no norms or matrices over parts of a parameter; use adamw, sgd or lion,"
-                        " or tp=1 and lanes.tp=1");
+  require<NotAvailable>(
+      rule != "lamb" && rule != "muon", "optimizer '", rule, "' with lanes.tp=", lanes,
+      ": this version has no norms or matrices over parts of a parameter; use adamw, sgd or lion,"
+      " or tp=1 and lanes.tp=1");
   return std::make_unique<TensorParallel>(mesh.group({"tp"}), lanes);
 }
 
@@ -97,8 +98,8 @@ StagePart part_of(const Model& model, const Mesh& mesh, const EngineOptions& opt
   return make_stage_part(model, schedule, mesh.coordinate("pp"), options.pipeline.split, lanes);
 }
 
-// By parameter of the part: what may share a unit. Chunks are at different lanes at a time, shared parameters are
-// complete later, and what tp does not cut is summed over it.
+// By parameter of the part: what may share a unit. Chunks are at different lanes at a time, shared parameters
+// are complete later, and what tp does not cut is summed over it.
 std::vector<int> chunk_of_params(const StagePart& part) {
   std::vector<int> chunks;
   for (size_t param = 0; param < part.registry.specs().size(); ++param) {
@@ -160,9 +161,9 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
             options_.pipeline.schedule->micro_batches, " micro-batches; a rank's batch of ", local_batch(),
             " samples in lanes has ", expected, " of up to ", options_.micro_batch,
             ": make it for micro_batches=", expected);
-    pipeline_ = std::make_unique<PipelineRun>(*options_.pipeline.schedule, mesh.group({"pp"}), model_, part_,
-                                              *stream_, params_, loss_sum_, options_.optimizer.trainable,
-                                              pipeline::ExecutorOptions{.issue_ahead = model_.lanes.size == 1});
+    pipeline_ = std::make_unique<PipelineRun>(
+        *options_.pipeline.schedule, mesh.group({"pp"}), model_, part_, *stream_, params_, loss_sum_,
+        options_.optimizer.trainable, pipeline::ExecutorOptions{.issue_ahead = model_.lanes.size == 1});
   }
   agree_on_settings();
   init_weights();
@@ -175,10 +176,9 @@ void Engine::agree_on_settings() {
   for (const int blocks : options_.pipeline.split) split += concat(blocks, " ");
   agree_everywhere(
       {fact("model", model_.description), fact("global_batch", options_.global_batch),
-       fact("lanes.dp", options_.lanes_dp),
-       fact("lanes.tp", model_.lanes.lanes), fact("seed", concat(options_.seed)),
-       fact("clip_norm", concat(options_.clip_norm)), fact("zero", zero.stage),
-       fact("shard_size", zero.shard_size), fact("bucket_bytes", zero.bucket_bytes),
+       fact("lanes.dp", options_.lanes_dp), fact("lanes.tp", model_.lanes.lanes),
+       fact("seed", concat(options_.seed)), fact("clip_norm", concat(options_.clip_norm)),
+       fact("zero", zero.stage), fact("shard_size", zero.shard_size), fact("bucket_bytes", zero.bucket_bytes),
        fact("overlap", zero.overlap), fact("order of sums", zero.round_first ? "round_first" : "lane_first"),
        // These change the collectives of a step only where rounds or gathers depend on them.
        fact("micro_batch", zero.round_first || zero.stage == 3 ? options_.micro_batch : 0),

@@ -42,8 +42,8 @@ struct EngineOptions {
 };
 
 // Elements [begin, begin + size) of a parameter's weight, or of one kind of its optimizer state, that this
-// rank's shard has: of the whole parameter, or of the part that a lane of tp has, which is a tensor of its own.
-// Padding is in neither.
+// rank's shard has: of the whole parameter, or of the part that a lane of tp has, which is a tensor of its
+// own. Padding is in neither.
 struct StatePart {
   std::string kind;  // "weight", or a name of Optimizer::state
   int param = 0;
@@ -68,8 +68,9 @@ struct StepStats {
 // on the number of ranks or the micro-batch size.
 class Engine {
  public:
-  // Draws the initial weights. `model` was built for the mesh's tp axis. `device` and `mesh` must outlive the engine. Collective. Throws
-  // InvalidArgument naming the sizes that do not fit together, or the settings that differ between ranks.
+  // Draws the initial weights. `model` was built for the mesh's tp axis. `device` and `mesh` must outlive the
+  // engine. Collective. Throws InvalidArgument naming the sizes that do not fit together, or the settings
+  // that differ between ranks.
   Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& options);
 
   // One optimizer step. `batch` has this rank's samples: the global batch cut evenly over dp, in
@@ -127,8 +128,8 @@ class Engine {
  private:
   void agree_on_settings();
   void init_weights();
-  // Along dp, tp and pp: `facts` are the same on all ranks, and no rank has a refusal; `of_replica` along tp and
-  // pp. Returns the sum of `addend` along dp.
+  // Along dp, tp and pp: `facts` are the same on all ranks, and no rank has a refusal; `of_replica` along tp
+  // and pp. Returns the sum of `addend` along dp.
   int64_t agree_everywhere(const std::vector<Fact>& facts, std::exception_ptr refusal, int64_t addend = 0,
                            const std::vector<Fact>& of_replica = {});
   // `source`: where the samples come from, equal on all ranks; `refusal`: why this rank has none, or null.

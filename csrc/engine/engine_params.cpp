@@ -9,8 +9,8 @@
 namespace polyreme {
 namespace {
 
-// Calls body(elements of the part [begin, end), first element of the whole) for what lies in [first, last) of a
-// part.
+// Calls body(elements of the part [begin, end), first element of the whole) for what lies in [first, last) of
+// a part.
 template <typename Body>
 void for_runs_in(const std::vector<PartRun>& runs, int64_t first, int64_t last, const Body& body) {
   for (const PartRun& run : runs) {
@@ -68,7 +68,8 @@ std::vector<float> Engine::read_param(const std::string& name, const std::string
   check_kind(kind, param);
   const Tensor parts = parts_of(param, kind);
   if (pipeline_) pipeline_->group().broadcast(parts, part_.stage_of[param], *stream_)->wait_on(*stream_);
-  std::vector<float> stored(static_cast<size_t>(parts.numel())), values(static_cast<size_t>(spec.shape.numel()));
+  std::vector<float> stored(static_cast<size_t>(parts.numel())),
+      values(static_cast<size_t>(spec.shape.numel()));
   copy_to_host(*stream_, parts, stored.data());
   stream_->synchronize();
   for (int64_t lane = 0; lane < parts.size(0); ++lane)

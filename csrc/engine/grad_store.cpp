@@ -184,7 +184,8 @@ Tensor GradStore::grad(const ParamUse& use) const {
   if (use.use == 0) {
     const int unit = plan_.map.unit_of(use.param);
     const bool is_first = use.lane == 0 || tp_grads_[at(unit)].empty();
-    return plan_.map.view(is_first ? lane_grads_[at(unit)] : tp_grads_[at(unit)][at(use.lane - 1)], use.param);
+    return plan_.map.view(is_first ? lane_grads_[at(unit)] : tp_grads_[at(unit)][at(use.lane - 1)],
+                          use.param);
   }
   for (const ExtraUse& extra : extra_uses_)
     if (extra.use.param == use.param && extra.use.use == use.use) return extra.grad;

@@ -17,9 +17,9 @@ namespace polyreme {
 // lane's gradient of the unit is complete. In the rank's last lane a unit is summed over the ranks as soon as
 // it is complete, on `background` while backward goes on if that is another stream than `compute`.
 //
-// Parameters that tp does not cut have an accumulator for the tokens of each of this rank's lanes of tp. When a
-// lane of dp completes such a unit they are summed over all lanes of tp, and what follows sees the same gradient
-// on every rank of tp.
+// Parameters that tp does not cut have an accumulator for the tokens of each of this rank's lanes of tp. When
+// a lane of dp completes such a unit they are summed over all lanes of tp, and what follows sees the same
+// gradient on every rank of tp.
 //
 // From stage 2 on a unit's buffer lives from its first gradient to its reduction: where a rank has one lane
 // and the lane one micro-batch, or rounds are reduced at once, that is a few layers; otherwise the whole
@@ -90,7 +90,7 @@ class GradStore {
   std::vector<Tensor> lane_grads_;  // of the current lane; undefined: not begun
   // Of the current lane, for the second and further lanes of tp where the unit needs them.
   std::vector<std::vector<Tensor>> tp_grads_;
-  std::vector<Tensor> slices_;      // where the reduction goes; undefined: stays in the buffer
+  std::vector<Tensor> slices_;  // where the reduction goes; undefined: stays in the buffer
   std::vector<Tensor> own_;
   std::vector<Tensor> local_squares_;  // int64 limbs; none: nobody asks
   std::vector<std::unique_ptr<Event>> reduced_;

@@ -21,7 +21,8 @@ size_t Engine::first_not_finite(const std::string& kind) {
         first = std::min<int64_t>(first, part_.whole[static_cast<size_t>(param)]);
     }
   }
-  const std::vector<Communicator*> others = {pipeline_ ? &pipeline_->group() : nullptr, tp_ ? &tp_->group() : nullptr};
+  const std::vector<Communicator*> others = {pipeline_ ? &pipeline_->group() : nullptr,
+                                             tp_ ? &tp_->group() : nullptr};
   for (Communicator* group : others) {
     if (!group) continue;
     const std::vector<int64_t> found = gather_values(*group, *stream_, {first});

@@ -22,8 +22,8 @@ class SharedUses {
 class ParamStore final : public ParamStorage {
  public:
   ParamStore(Stream& compute, Stream& background, const ParamRegistry& registry, const UnitPlan& plan,
-             const DpGroups& groups, const TensorParallel* tp, int64_t local_lanes, const ZeroOptions& options,
-             bool watch_ranks, const StagePart& part)
+             const DpGroups& groups, const TensorParallel* tp, int64_t local_lanes,
+             const ZeroOptions& options, bool watch_ranks, const StagePart& part)
       : weights(compute, background, plan, groups, options),
         grads(compute, background, registry, plan, groups, tp, local_lanes, options, watch_ranks),
         part_(part) {}

@@ -30,10 +30,10 @@ struct StagePart {
   std::vector<SharedParam> shared;
   // The index in `registry` of (the first lane's part of) each parameter of the model; -1: on another stage.
   std::vector<int> local;
-  std::vector<int> whole;         // the index in the model of each parameter of `registry`
-  LaneRange lanes;                // this rank's along tp
-  std::vector<int> num_parts;     // by parameter of the model: a part for each of these lanes, or 1
-  std::vector<int64_t> lane_of;   // by parameter of `registry`: the lane of the axis whose part it is
+  std::vector<int> whole;        // the index in the model of each parameter of `registry`
+  LaneRange lanes;               // this rank's along tp
+  std::vector<int> num_parts;    // by parameter of the model: a part for each of these lanes, or 1
+  std::vector<int64_t> lane_of;  // by parameter of `registry`: the lane of the axis whose part it is
 
   int local_of(const ParamUse& use) const {
     const auto param = static_cast<size_t>(use.param);

@@ -37,8 +37,8 @@ struct UnitPlan {
   size_t first_trainable_layer = 0;  // backward ends with it
 };
 
-// Parameters of different `parts` do not share a unit (what tp cuts and what it does not, among them, where it has
-// several lanes); empty: one part.
+// Parameters of different `parts` do not share a unit (what tp cuts and what it does not, among them, where
+// it has several lanes); empty: one part.
 UnitPlan make_unit_plan(const ParamRegistry& registry, size_t num_layers, const ZeroOptions& options,
                         int64_t num_shards, const OptimizerOptions& optimizer,
                         std::span<const int> parts = {});

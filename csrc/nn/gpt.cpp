@@ -96,10 +96,10 @@ LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, const Ten
   LayerPtr heads = sequential(
       std::move(qkv), std::make_unique<CausalAttention>(hidden / parts, config.heads / parts, config.dtype),
       std::move(attention_out));
-  LayerPtr neurons = sequential(
-      std::move(up), std::make_unique<Gelu>(mlp_hidden / parts, config.dtype), std::move(down));
-  LayerPtr attention = sequential(
-      std::move(norm1), join_lanes(std::move(heads), last_of_attention, config, lanes), dropout(0));
+  LayerPtr neurons =
+      sequential(std::move(up), std::make_unique<Gelu>(mlp_hidden / parts, config.dtype), std::move(down));
+  LayerPtr attention = sequential(std::move(norm1),
+                                  join_lanes(std::move(heads), last_of_attention, config, lanes), dropout(0));
   LayerPtr mlp =
       sequential(std::move(norm2), join_lanes(std::move(neurons), last_of_mlp, config, lanes), dropout(1));
   LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden, config.dtype),
@@ -122,8 +122,8 @@ void check_tensor_cut(const char* family, const char* name, int64_t value, const
   for (int64_t n = 1; n <= std::min<int64_t>(value, 64); ++n)
     if (value % n == 0) fitting += concat(fitting.empty() ? "" : ", ", n);
   throw InvalidArgument(concat(family, ": ", name, "=", value, " is not divisible by lanes.tp=", lanes.lanes,
-                               " (tp=", lanes.size, "), which cuts it; choose tp and lanes.tp among ", fitting,
-                               ", or another ", name));
+                               " (tp=", lanes.size, "), which cuts it; choose tp and lanes.tp among ",
+                               fitting, ", or another ", name));
 }
 
 Cost Model::cost(int64_t num_samples, int64_t seq_len) const {

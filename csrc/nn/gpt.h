@@ -26,7 +26,7 @@ struct GptConfig {
 // A chain of layers from tokens to per-token losses. layers: embedding, blocks, final norm, head, loss.
 struct Model {
   std::string description;  // all of its settings; equal texts, equal models
-  TensorLanes lanes;  // it was built for
+  TensorLanes lanes;        // it was built for
   ParamRegistry registry;
   std::vector<LayerPtr> layers;
   int64_t vocab = 0;
@@ -43,7 +43,8 @@ struct Model {
 // Throws InvalidArgument, naming field, value and rule. A model for several lanes needs Context::tp.
 Model build_gpt(const GptConfig& config, const TensorLanes& lanes = {});
 
-// A size that the lanes of tensor parallelism cut. Throws InvalidArgument, with what would divide it, if they do not.
+// A size that the lanes of tensor parallelism cut. Throws InvalidArgument, with what would divide it, if they
+// do not.
 void check_tensor_cut(const char* family, const char* name, int64_t value, const TensorLanes& lanes);
 
 }  // namespace polyreme

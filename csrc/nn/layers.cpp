@@ -64,9 +64,9 @@ void Embedding::backward_weight(const Context& context, Saved& saved) const {
   const bool positions_learn = has_positions_ && context.params.is_trainable(positions_);
   if (!context.params.is_trainable(tokens_) && !positions_learn) return;
   const MicroBatch& batch = context.batch;
-  embedding_backward(
-      context.stream, batch.tokens, saved.tensors[0].view({batch.num_samples(), batch.seq_len(), features_}),
-      context.grad(tokens_), has_positions_ ? context.grad(positions_) : Tensor());
+  embedding_backward(context.stream, batch.tokens,
+                     saved.tensors[0].view({batch.num_samples(), batch.seq_len(), features_}),
+                     context.grad(tokens_), has_positions_ ? context.grad(positions_) : Tensor());
 }
 
 Cost Embedding::cost(int64_t num_samples, int64_t seq_len) const {
@@ -169,16 +169,15 @@ Tensor LayerNorm::forward(const Context& context, const Tensor& x, Saved* saved)
   const Tensor y = new_activation(context, dtype_, x.shape(), "layer_norm");
   const Tensor mean = new_activation(context, DType::kF32, {x.size(0)}, "layer_norm mean");
   const Tensor rstd = new_activation(context, DType::kF32, {x.size(0)}, "layer_norm rstd");
-  layer_norm_forward(context.stream, x, context.weight(gamma_), context.weight(beta_), eps_, y,
-                     mean, rstd);
+  layer_norm_forward(context.stream, x, context.weight(gamma_), context.weight(beta_), eps_, y, mean, rstd);
   if (saved) saved->tensors = {x, mean, rstd};
   return y;
 }
 
 Tensor LayerNorm::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
   const Tensor dx = new_activation(context, dtype_, dy.shape(), "layer_norm grad");
-  layer_norm_backward_input(context.stream, dy, saved.tensors[0], context.weight(gamma_),
-                            saved.tensors[1], saved.tensors[2], dx);
+  layer_norm_backward_input(context.stream, dy, saved.tensors[0], context.weight(gamma_), saved.tensors[1],
+                            saved.tensors[2], dx);
   saved.tensors.push_back(dy);
   return dx;
 }
@@ -257,7 +256,8 @@ Tensor Dropout::apply(const Context& context, const Tensor& x) const {
   if (p_ == 0 || !context.training) return x;
   const Tensor y = new_activation(context, dtype_, x.shape(), "dropout");
   const RandomKey key{context.seed, RandomPurpose::kDropout, stream_, context.step};
-  const int64_t seq = context.batch.seq_len(), own = context.own_tokens(), samples = context.batch.num_samples();
+  const int64_t seq = context.batch.seq_len(), own = context.own_tokens(),
+                samples = context.batch.num_samples();
   const int64_t first = context.batch.first_sample * seq;
   if (own == seq) {
     dropout(context.stream, x, y, p_, key, first * features_);

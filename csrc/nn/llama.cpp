@@ -100,7 +100,8 @@ LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, const T
   const int64_t parts = lanes.lanes;
   const GroupedAttentionOptions grouped{config.heads / parts, config.kv_heads / parts, head_dim,
                                         config.rope_theta, config.dtype};
-  LayerPtr heads = sequential(std::move(qkv), std::make_unique<GroupedAttention>(grouped), std::move(attention_out));
+  LayerPtr heads =
+      sequential(std::move(qkv), std::make_unique<GroupedAttention>(grouped), std::move(attention_out));
   LayerPtr neurons = sequential(
       std::move(up), std::make_unique<SwiGlu>(config.mlp_hidden / parts, config.dtype), std::move(down));
   LayerPtr attention = sequential(std::move(norm1), join_lanes(std::move(heads), config, lanes));

@@ -40,8 +40,7 @@ Tensor RmsNorm::forward(const Context& context, const Tensor& x, Saved* saved) c
 
 Tensor RmsNorm::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
   const Tensor dx = new_activation(context, dtype_, dy.shape(), "rms_norm grad");
-  rms_norm_backward_input(context.stream, dy, saved.tensors[0], context.weight(gamma_),
-                          saved.tensors[1], dx);
+  rms_norm_backward_input(context.stream, dy, saved.tensors[0], context.weight(gamma_), saved.tensors[1], dx);
   saved.tensors.push_back(dy);
   return dx;
 }

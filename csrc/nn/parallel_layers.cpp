@@ -148,8 +148,8 @@ Tensor LaneEmbedding::forward(const Context& context, const Tensor&, Saved*) con
 }
 
 Tensor LaneEmbedding::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
-  // The tokens' gradient needs all of them. Gathered here rather than in backward_weight, in which no rank may
-  // wait for another: a pipeline puts it anywhere.
+  // The tokens' gradient needs all of them. Gathered here rather than in backward_weight, in which no rank
+  // may wait for another: a pipeline puts it anywhere.
   saved.tensors = {dy, context.tp->gather_tokens(context.stream, dy, context.batch.num_samples())};
   return {};
 }
@@ -163,8 +163,8 @@ void LaneEmbedding::backward_weight(const Context& context, Saved& saved) const 
                               saved.tensors[1].view({samples, seq, features_}),
                               (tp.lanes().first + lane) * part_, context.of_lane(lane).grad(tokens_));
   if (max_seq_len_ == 0 || !context.params.is_trainable(positions_)) return;
-  // A position belongs to one lane: in the sum over lanes all others have zeros there, so that one accumulator
-  // serves all lanes of a rank.
+  // A position belongs to one lane: in the sum over lanes all others have zeros there, so that one
+  // accumulator serves all lanes of a rank.
   const int64_t first = tp.first_token(seq), own = tp.own_tokens(seq);
   const Tensor grad = context.grad(positions_).slice(0, first, first + own);
   for (int64_t sample = 0; sample < samples; ++sample)
@@ -210,8 +210,8 @@ Tensor LaneHead::backward_input(const Context& context, const Tensor& dy, Saved&
   LaneSum sum = tp.new_sum(context.stream.device(), {rows, features_});
   for (int64_t lane = 0; lane < tp.lanes().count; ++lane) {
     const Tensor dx = new_activation(context, DType::kF32, {rows, features_}, "head grad");
-    gemm(context.stream, dy.slice(0, lane, lane + 1).view({rows, part_}), context.of_lane(lane).weight(weight_),
-         dx, /*accumulate=*/false);
+    gemm(context.stream, dy.slice(0, lane, lane + 1).view({rows, part_}),
+         context.of_lane(lane).weight(weight_), dx, /*accumulate=*/false);
     sum.add_lane(context.stream, dx);
   }
   return narrowed(context, tp.finish_own_tokens(context.stream, sum, context.batch.num_samples()),
@@ -287,8 +287,7 @@ Tensor LaneCrossEntropy::backward_input(const Context& context, const Tensor&, S
 
 Cost LaneCrossEntropy::cost(int64_t num_samples, int64_t seq_len) const {
   const int64_t rows = num_samples * seq_len;
-  const int64_t bytes =
-      bytes_of(dtype_, rows * ceil_div(vocab_, lanes_.lanes) * lanes_.local());
+  const int64_t bytes = bytes_of(dtype_, rows * ceil_div(vocab_, lanes_.lanes) * lanes_.local());
   return {.bytes_moved = 2 * bytes,
           .saved_bytes = bytes + bytes_of(DType::kF32, rows),
           .comm_bytes = lanes_.size > 1 ? bytes_of(DType::kF32, 3 * rows) : 0};

@@ -17,18 +17,19 @@ void for_token_lanes(const Context& context,
 
 struct LaneBranchOptions {
   TensorLanes lanes;
-  int64_t features = 1;        // of input and output
-  DType dtype = DType::kF32;   // of input and output
+  int64_t features = 1;          // of input and output
+  DType dtype = DType::kF32;     // of input and output
   std::optional<ParamUse> bias;  // [features], added to the sum
 };
 
-// y = sum over lanes of inner(x) + bias, rounded once: column-parallel to row-parallel layers, such as attention or
-// an MLP. `inner` computes one lane: from all tokens in `dtype` to a partial sum of all tokens in fp32, and
-// backwards likewise. The gathered input is kept for the gradients of the weights: gathering it again would cost a
-// third more traffic.
+// y = sum over lanes of inner(x) + bias, rounded once: column-parallel to row-parallel layers, such as
+// attention or an MLP. `inner` computes one lane: from all tokens in `dtype` to a partial sum of all tokens
+// in fp32, and backwards likewise. The gathered input is kept for the gradients of the weights: gathering it
+// again would cost a third more traffic.
 class LaneBranch final : public Layer {
  public:
-  LaneBranch(LayerPtr inner, const LaneBranchOptions& options) : inner_(std::move(inner)), options_(options) {}
+  LaneBranch(LayerPtr inner, const LaneBranchOptions& options)
+      : inner_(std::move(inner)), options_(options) {}
   Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
   Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
   void backward_weight(const Context& context, Saved& saved) const override;
@@ -43,8 +44,8 @@ class LaneBranch final : public Layer {
 // Embedding. The vocabulary is padded to a multiple of the lanes.
 class LaneEmbedding final : public Layer {
  public:
-  LaneEmbedding(ParamRegistry& registry, int64_t vocab, int64_t max_seq_len, int64_t features, double init_std,
-                DType dtype, const TensorLanes& lanes);
+  LaneEmbedding(ParamRegistry& registry, int64_t vocab, int64_t max_seq_len, int64_t features,
+                double init_std, DType dtype, const TensorLanes& lanes);
   Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
   Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
   void backward_weight(const Context& context, Saved& saved) const override;
@@ -65,8 +66,8 @@ struct LaneHeadOptions {
   std::string tied_to;  // see LinearOptions
 };
 
-// Logits with the vocabulary cut over lanes: [samples * own tokens, features] to [this rank's lanes, samples *
-// seq_len, padded vocabulary / lanes]. No bias.
+// Logits with the vocabulary cut over lanes: [samples * own tokens, features] to [this rank's lanes, samples
+// * seq_len, padded vocabulary / lanes]. No bias.
 class LaneHead final : public Layer {
  public:
   LaneHead(ParamRegistry& registry, const std::string& name, int64_t features, int64_t vocab,
@@ -83,8 +84,8 @@ class LaneHead final : public Layer {
   ParamUse weight_;
 };
 
-// CrossEntropy of what LaneHead gives; the logits stay where they are. The loss of every token is known on every
-// rank of the axis.
+// CrossEntropy of what LaneHead gives; the logits stay where they are. The loss of every token is known on
+// every rank of the axis.
 class LaneCrossEntropy final : public Layer {
  public:
   LaneCrossEntropy(int64_t vocab, DType dtype, const TensorLanes& lanes)

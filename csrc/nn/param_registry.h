@@ -12,8 +12,8 @@ namespace polyreme {
 struct ParamUse {
   int param = -1;
   int use = 0;
-  // Of this rank's lanes of tensor parallelism: whose part of a parameter that is cut, whose tokens' gradient of
-  // one that is not.
+  // Of this rank's lanes of tensor parallelism: whose part of a parameter that is cut, whose tokens' gradient
+  // of one that is not.
   int lane = 0;
 };
 

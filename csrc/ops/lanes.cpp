@@ -31,8 +31,8 @@ void add_rows(Stream& stream, const Tensor& x, const Tensor& table, const Tensor
   check_dense({"add_rows", "out"}, out, x.shape(), out.dtype());
   const int64_t rows = x.size(0), cols = x.size(1);
   check_float({"add_rows", "table"}, table);
-  require(table.dims() == 2 && table.size(0) >= 1 && table.size(1) == cols, "add_rows: table: expected rows of ",
-          cols, " columns, got ", table);
+  require(table.dims() == 2 && table.size(0) >= 1 && table.size(1) == cols,
+          "add_rows: table: expected rows of ", cols, " columns, got ", table);
   check_in_place_or_apart({"add_rows", "out"}, out, x);
   const float* const from = x.address<float>();
   const ElementPointer added(table), to(out);
@@ -89,19 +89,19 @@ void embedding_part_backward(Stream& stream, const Tensor& tokens, const Tensor&
   const int32_t* const token = tokens.address<int32_t>();
   const ElementPointer from(dout);
   float* const to = grad.address<float>();
-  as_cpu(stream).enqueue(
-      {kOp, OpKind::kEmbedding}, {reads(tokens), reads(dout), reads(grad), writes(grad)},
-      [=, rows = grad.size(0)](const CpuContext& context) {
-        const auto kernel = pick(context.isa, cpu::avx2::add_to, cpu::avx512::add_to);
-        // Threads share the columns, so that every row sees the tokens in order.
-        for_column_ranges(context.pool, cols, [&](int64_t begin, int64_t end) {
-          for (int64_t i = 0; i < count; ++i) {
-            const int64_t row = token[i] - first_token;
-            if (row >= 0 && row < rows)
-              kernel(from.type, from + (i * cols + begin), to + row * cols + begin, end - begin);
-          }
-        });
-      });
+  as_cpu(stream).enqueue({kOp, OpKind::kEmbedding}, {reads(tokens), reads(dout), reads(grad), writes(grad)},
+                         [=, rows = grad.size(0)](const CpuContext& context) {
+                           const auto kernel = pick(context.isa, cpu::avx2::add_to, cpu::avx512::add_to);
+                           // Threads share the columns, so that every row sees the tokens in order.
+                           for_column_ranges(context.pool, cols, [&](int64_t begin, int64_t end) {
+                             for (int64_t i = 0; i < count; ++i) {
+                               const int64_t row = token[i] - first_token;
+                               if (row >= 0 && row < rows)
+                                 kernel(from.type, from + (i * cols + begin), to + row * cols + begin,
+                                        end - begin);
+                             }
+                           });
+                         });
 }
 
 namespace {
@@ -123,8 +123,8 @@ cpu::CrossEntropyPart part_args(const char* op, const LogitsPart& part) {
 
 using PartKernel = void(const cpu::CrossEntropyPart& args, int64_t first_row, int64_t end_row);
 
-void enqueue_rows(Stream& stream, const char* op, std::vector<Access> accesses, const cpu::CrossEntropyPart& args,
-                  int64_t row_cost, PartKernel* avx2, PartKernel* avx512) {
+void enqueue_rows(Stream& stream, const char* op, std::vector<Access> accesses,
+                  const cpu::CrossEntropyPart& args, int64_t row_cost, PartKernel* avx2, PartKernel* avx512) {
   as_cpu(stream).enqueue({op, OpKind::kLoss}, std::move(accesses), [=](const CpuContext& context) {
     PartKernel* const kernel = pick(context.isa, avx2, avx512);
     for_row_ranges(context.pool, args.rows, row_cost,
@@ -172,8 +172,8 @@ void cross_entropy_finish(Stream& stream, const Tensor& sums, const Tensor& targ
   args.sums = sums.address<float>();
   args.loss = loss.address<float>();
   args.log_sum_exp = log_sum_exp.address<float>();
-  enqueue_rows(stream, kOp, {reads(sums), reads(targets), reads(top), writes(loss), writes(log_sum_exp)}, args,
-               16, cpu::avx2::cross_entropy_finish, cpu::avx512::cross_entropy_finish);
+  enqueue_rows(stream, kOp, {reads(sums), reads(targets), reads(top), writes(loss), writes(log_sum_exp)},
+               args, 16, cpu::avx2::cross_entropy_finish, cpu::avx512::cross_entropy_finish);
 }
 
 void cross_entropy_part_backward(Stream& stream, const LogitsPart& part, const Tensor& targets,
@@ -185,8 +185,9 @@ void cross_entropy_part_backward(Stream& stream, const LogitsPart& part, const T
   args.targets = targets.address<int32_t>();
   args.log_sum_exp = log_sum_exp.address<float>();
   args.scale = scale;
-  enqueue_rows(stream, kOp, {reads(part.logits), writes(part.logits), reads(targets), reads(log_sum_exp)}, args,
-               args.cols, cpu::avx2::cross_entropy_part_backward, cpu::avx512::cross_entropy_part_backward);
+  enqueue_rows(stream, kOp, {reads(part.logits), writes(part.logits), reads(targets), reads(log_sum_exp)},
+               args, args.cols, cpu::avx2::cross_entropy_part_backward,
+               cpu::avx512::cross_entropy_part_backward);
 }
 
 }  // namespace polyreme

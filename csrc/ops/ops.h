@@ -134,20 +134,21 @@ void cross_entropy_backward(Stream& stream, const Tensor& logits, const Tensor& 
 // ---- lanes of tensor parallelism ------------------------------------------------------------------
 // What a lane that has a part of a vocabulary, or the sum of lanes, needs. No GPU kernels yet.
 //
-// out[r] = x[r] + table[r modulo the table's rows], rounded once. x: fp32 [rows, cols]; table: fp32 or that of
-// out [any, cols]; out: F.
+// out[r] = x[r] + table[r modulo the table's rows], rounded once. x: fp32 [rows, cols]; table: fp32 or that
+// of out [any, cols]; out: F.
 void add_rows(Stream& stream, const Tensor& x, const Tensor& table, const Tensor& out);
 // out += x. x: F; out: fp32, of equal shape.
 void add_to(Stream& stream, const Tensor& x, const Tensor& out);
-// out (fp32 [batch, seq, cols]) = the rows of `table` (F), which has the tokens from first_token on; zeros for
-// other tokens.
+// out (fp32 [batch, seq, cols]) = the rows of `table` (F), which has the tokens from first_token on; zeros
+// for other tokens.
 void embedding_part_forward(Stream& stream, const Tensor& tokens, const Tensor& table, int64_t first_token,
                             const Tensor& out);
 // Adds dout (F [batch, seq, cols]) to the rows of `grad` that have the tokens, in ascending order of tokens.
 void embedding_part_backward(Stream& stream, const Tensor& tokens, const Tensor& dout, int64_t first_token,
                              const Tensor& grad);
-// Cross-entropy over parts of the logits, F [rows, cols]: the part's first `valid` columns are the classes from
-// first_class on, the others are padding. `top`: fp32 [rows]; the maxima, NaN passed over, are taken into it.
+// Cross-entropy over parts of the logits, F [rows, cols]: the part's first `valid` columns are the classes
+// from first_class on, the others are padding. `top`: fp32 [rows]; the maxima, NaN passed over, are taken
+// into it.
 struct LogitsPart {
   Tensor logits;
   int64_t first_class = 0;

@@ -63,8 +63,8 @@ struct LaneRange {
   int64_t count = 1;
 };
 
-// The elements of a parameter whose index along `dim` lies in one of the ranges [begin, end), ascending: a lane's
-// part, without padding. No ranges: all of it.
+// The elements of a parameter whose index along `dim` lies in one of the ranges [begin, end), ascending: a
+// lane's part, without padding. No ranges: all of it.
 struct PartRanges {
   int dim = 0;
   std::vector<std::pair<int64_t, int64_t>> ranges;
@@ -74,8 +74,8 @@ PartRanges part_ranges(const ParamSpec& spec, const std::string& axis, int64_t l
 // The number of its elements.
 int64_t part_elements(const ParamSpec& spec, const PartRanges& part);
 
-// Neighbouring elements of a lane's part of a parameter (row-major in local_shape of axis size `lanes`) that are
-// neighbours in `shape` too.
+// Neighbouring elements of a lane's part of a parameter (row-major in local_shape of axis size `lanes`) that
+// are neighbours in `shape` too.
 struct PartRun {
   int64_t part_begin = 0;
   int64_t whole_begin = 0;

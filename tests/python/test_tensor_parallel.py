@@ -6,7 +6,7 @@ import functools
 
 import polyreme as pr
 import pytest
-from helpers import batches, fingerprint, refused
+from helpers import batches, fingerprint
 from polyreme.testing import run_ranks
 
 GPT = pr.models.GPT(layers=2, hidden=16, heads=4, vocab=31, seq_len=12, dropout=0.1)

@@ -10,13 +10,13 @@
 
 #include "ops/cpu/kernels/element.h"
 
-#define POLYREME_CROSS_ENTROPY_KERNELS(isa)                                                          \
-  namespace isa {                                                                                    \
-  void cross_entropy_forward(const CrossEntropyForward& args, int64_t first_row, int64_t end_row);   \
-  void cross_entropy_backward(const CrossEntropyBackward& args, int64_t first_row, int64_t end_row); \
-  void cross_entropy_part_max(const CrossEntropyPart& args, int64_t first_row, int64_t end_row);     \
-  void cross_entropy_part_sums(const CrossEntropyPart& args, int64_t first_row, int64_t end_row);    \
-  void cross_entropy_finish(const CrossEntropyPart& args, int64_t first_row, int64_t end_row);       \
+#define POLYREME_CROSS_ENTROPY_KERNELS(isa)                                                           \
+  namespace isa {                                                                                     \
+  void cross_entropy_forward(const CrossEntropyForward& args, int64_t first_row, int64_t end_row);    \
+  void cross_entropy_backward(const CrossEntropyBackward& args, int64_t first_row, int64_t end_row);  \
+  void cross_entropy_part_max(const CrossEntropyPart& args, int64_t first_row, int64_t end_row);      \
+  void cross_entropy_part_sums(const CrossEntropyPart& args, int64_t first_row, int64_t end_row);     \
+  void cross_entropy_finish(const CrossEntropyPart& args, int64_t first_row, int64_t end_row);        \
   void cross_entropy_part_backward(const CrossEntropyPart& args, int64_t first_row, int64_t end_row); \
   }
 
