@@ -155,8 +155,8 @@ void bind_engine(py::module_& m) {
       .def(py::init([](World& world, Mesh& mesh, const ModelConfig& config, int64_t global_batch,
                        int64_t micro_batch, int64_t lanes_dp, uint64_t seed, float clip_norm, int zero_stage,
                        int64_t shard_size, int64_t bucket_bytes, bool overlap, bool round_first,
-                       int64_t prefetch, int64_t persist_below, const LossScalerOptions& loss_scale,
-                       int64_t max_skipped, const py::dict& optimizer,
+                       const std::string& gradient_dtype, int64_t prefetch, int64_t persist_below,
+                       const LossScalerOptions& loss_scale, int64_t max_skipped, const py::dict& optimizer,
                        const std::optional<pipeline::Schedule>& schedule, std::vector<int> split) {
              const EngineOptions options{.global_batch = global_batch,
                                          .micro_batch = micro_batch,
@@ -168,6 +168,7 @@ void bind_engine(py::module_& m) {
                                                   .bucket_bytes = bucket_bytes,
                                                   .overlap = overlap,
                                                   .round_first = round_first,
+                                                  .wire = dtype_from_name(gradient_dtype),
                                                   .prefetch = prefetch,
                                                   .persist_below = persist_below},
                                          .loss_scale = loss_scale,
@@ -180,8 +181,9 @@ void bind_engine(py::module_& m) {
            }),
            "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
            "seed"_a, "clip_norm"_a, "zero_stage"_a, "shard_size"_a, "bucket_bytes"_a, "overlap"_a,
-           "round_first"_a, "prefetch"_a, "persist_below"_a, "loss_scale"_a, "max_skipped"_a, "optimizer"_a,
-           "schedule"_a, "split"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+           "round_first"_a, "gradient_dtype"_a, "prefetch"_a, "persist_below"_a, "loss_scale"_a,
+           "max_skipped"_a, "optimizer"_a, "schedule"_a, "split"_a, py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>())
       .def(
           "train_step",
           [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
