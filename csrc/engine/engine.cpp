@@ -160,6 +160,7 @@ void Engine::agree_on_settings() {
        fact("micro_batch", zero.round_first || zero.stage == 3 ? options_.micro_batch : 0),
        fact("dtype of communicated gradients", std::string(dtype_name(zero.wire))),
        fact("prefetch", zero.prefetch), fact("persist_below", zero.persist_below),
+       fact("gather", zero.gather_for_step ? "step" : "use"),
        fact("loss_scale",
             concat(scale.dynamic, " ", scale.initial, " ", scale.growth, " ", scale.backoff, " ",
                    scale.interval, " ", scale.minimum, " ", scale.maximum, " ", scale.hysteresis)),

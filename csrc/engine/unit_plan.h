@@ -25,6 +25,9 @@ struct ZeroOptions {
   DType wire = DType::kF32;
   int64_t prefetch = 1;       // stage 3: layers whose weights are gathered ahead of use
   int64_t persist_below = 0;  // stage 3: parameters of fewer elements stay whole on every rank
+  // Stage 3: what was gathered stays until the step's last use of any weight. A pipeline would otherwise
+  // gather its weights anew for every micro-batch, forwards and backwards.
+  bool gather_for_step = false;
 };
 
 // The units of a model and when each is needed, which follows from the layers that use its parameters.

@@ -177,6 +177,7 @@ class Trainer:
             gradient_dtype=DTYPES[precision.gradients],
             prefetch=zero.prefetch,
             persist_below=zero.persist_below,
+            gather_for_step=zero._gather_for_step(lists is not None),
             loss_scale=_core.LossScalerOptions(**asdict(precision.scaling())),
             max_skipped=_SKIPS.get(on_nonfinite, on_nonfinite),
             optimizer={
