@@ -5,7 +5,6 @@
 #include <limits>
 
 #include "base/error.h"
-#include "nn/compose.h"
 #include "nn/parallel_layers.h"
 
 namespace polyreme {
@@ -94,17 +93,20 @@ LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, const Ten
   const Linear &last_of_attention = *attention_out, &last_of_mlp = *down;
   const int64_t parts = lanes.lanes;
   LayerPtr heads = sequential(
-      std::move(qkv), std::make_unique<CausalAttention>(hidden / parts, config.heads / parts, config.dtype),
-      std::move(attention_out));
-  LayerPtr neurons =
-      sequential(std::move(up), std::make_unique<Gelu>(mlp_hidden / parts, config.dtype), std::move(down));
-  LayerPtr attention = sequential(std::move(norm1),
-                                  join_lanes(std::move(heads), last_of_attention, config, lanes), dropout(0));
-  LayerPtr mlp =
-      sequential(std::move(norm2), join_lanes(std::move(neurons), last_of_mlp, config, lanes), dropout(1));
+      std::move(qkv), std::make_unique<CausalAttention>(hidden / parts, config.heads / parts, config.dtype));
+  if (config.recompute == Recomputation::kAttention)
+    heads = std::make_unique<Recompute>(std::move(heads), hidden, config.dtype);
+  LayerPtr all_heads =
+      join_lanes(sequential(std::move(heads), std::move(attention_out)), last_of_attention, config, lanes);
+  LayerPtr neurons = join_lanes(
+      sequential(std::move(up), std::make_unique<Gelu>(mlp_hidden / parts, config.dtype), std::move(down)),
+      last_of_mlp, config, lanes);
+  LayerPtr attention = sequential(std::move(norm1), std::move(all_heads), dropout(0));
+  LayerPtr mlp = sequential(std::move(norm2), std::move(neurons), dropout(1));
   LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden, config.dtype),
                               std::make_unique<Residual>(std::move(mlp), hidden, config.dtype));
-  if (config.recompute) block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
+  if (config.recompute == Recomputation::kBlocks)
+    block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
   return block;
 }
 

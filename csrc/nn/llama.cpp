@@ -100,15 +100,20 @@ LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, const T
   const int64_t parts = lanes.lanes;
   const GroupedAttentionOptions grouped{config.heads / parts, config.kv_heads / parts, head_dim,
                                         config.rope_theta, config.dtype};
-  LayerPtr heads =
-      sequential(std::move(qkv), std::make_unique<GroupedAttention>(grouped), std::move(attention_out));
-  LayerPtr neurons = sequential(
-      std::move(up), std::make_unique<SwiGlu>(config.mlp_hidden / parts, config.dtype), std::move(down));
-  LayerPtr attention = sequential(std::move(norm1), join_lanes(std::move(heads), config, lanes));
-  LayerPtr mlp = sequential(std::move(norm2), join_lanes(std::move(neurons), config, lanes));
+  LayerPtr heads = sequential(std::move(qkv), std::make_unique<GroupedAttention>(grouped));
+  if (config.recompute == Recomputation::kAttention)
+    heads = std::make_unique<Recompute>(std::move(heads), hidden, config.dtype);
+  LayerPtr all_heads = join_lanes(sequential(std::move(heads), std::move(attention_out)), config, lanes);
+  LayerPtr neurons =
+      join_lanes(sequential(std::move(up), std::make_unique<SwiGlu>(config.mlp_hidden / parts, config.dtype),
+                            std::move(down)),
+                 config, lanes);
+  LayerPtr attention = sequential(std::move(norm1), std::move(all_heads));
+  LayerPtr mlp = sequential(std::move(norm2), std::move(neurons));
   LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden, config.dtype),
                               std::make_unique<Residual>(std::move(mlp), hidden, config.dtype));
-  if (config.recompute) block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
+  if (config.recompute == Recomputation::kBlocks)
+    block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
   return block;
 }
 

@@ -110,7 +110,9 @@ class CheckpointFiles:
                     runs = flat_runs(slab, record.shape, part.begin, part.end)
                     begins, counts = runs.T
                     at = part.at + (np.cumsum(counts) - counts) * ITEM_BYTES[record.dtype]
-                    rows.append(np.stack([begins, begins + counts, np.full_like(begins, part.file), at], axis=1))
+                    rows.append(
+                        np.stack([begins, begins + counts, np.full_like(begins, part.file), at], axis=1)
+                    )
             table = np.concatenate(rows)
             table = table[np.argsort(table[:, 0], kind="stable")]
             # What several slabs have is taken from the first of them.
