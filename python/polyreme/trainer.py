@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import logging
@@ -226,7 +227,13 @@ class Trainer:
         """
         lr = self.optimizer.lr_at(self.applied_steps + 1)
         start = self._begin()
-        arrays = _token_array(tokens, "tokens"), _token_array(targets, "targets")
+        try:
+            arrays = _token_array(tokens, "tokens"), _token_array(targets, "targets")
+        except InvalidArgument:
+            nothing = np.zeros((0, 0), np.int32)
+            with contextlib.suppress(InvalidArgument):
+                self._engine.train_batch(nothing, nothing, lr)  # which it refuses, on all ranks
+            raise
         raw = self._engine.train_batch(*arrays, lr)
         seconds = time.perf_counter() - start
         if not self._compared_batches:
