@@ -26,6 +26,7 @@ void check_zero(ZeroOptions& zero, int64_t dp) {
       "shard_size=", zero.shard_size, " with dp=", dp,
       "; expected dp, or a power of two that divides it (a group of another size is no subtree of the sum)");
   require(zero.bucket_bytes >= 1, "bucket_bytes=", zero.bucket_bytes, "; expected at least 1");
+  check_wire(zero.wire);
   require(zero.prefetch >= 0, "prefetch=", zero.prefetch, "; expected 0 or more layers");
   require(zero.persist_below >= 0, "persist_below=", zero.persist_below, "; expected 0 or more elements");
 }
@@ -157,7 +158,9 @@ void Engine::agree_on_settings() {
        fact("overlap", zero.overlap), fact("order of sums", zero.round_first ? "round_first" : "lane_first"),
        // These change the collectives of a step only where rounds or gathers depend on them.
        fact("micro_batch", zero.round_first || zero.stage == 3 ? options_.micro_batch : 0),
+       fact("dtype of communicated gradients", std::string(dtype_name(zero.wire))),
        fact("prefetch", zero.prefetch), fact("persist_below", zero.persist_below),
+       fact("gather", zero.gather_for_step ? "step" : "use"),
        fact("loss_scale",
             concat(scale.dynamic, " ", scale.initial, " ", scale.growth, " ", scale.backoff, " ",
                    scale.interval, " ", scale.minimum, " ", scale.maximum, " ", scale.hysteresis)),

@@ -32,7 +32,7 @@ GradStore::GradStore(Stream& compute, Stream& background, const ParamRegistry& r
   late_.resize(num_units);
   for (int unit = 0; unit < map.num_units(); ++unit) {
     lane_sums_.emplace_back(device, Shape{map.unit_elements(unit)}, local_lanes, groups.shard(),
-                            /*is_kept=*/!keeps_slices_);
+                            /*is_kept=*/!keeps_slices_, options.wire);
     reduced_.push_back(device.create_event());
     if ((keeps_slices_ || round_first_) && !plan.is_frozen[at(unit)])
       slices_[at(unit)] = groups.dp().allocate(
@@ -119,13 +119,9 @@ void GradStore::complete_deferred(int param, std::span<const Tensor> shares) {
 
 Tensor GradStore::sum_over_ranks(int unit, Stream& stream) {
   LaneSum& sum = lane_sums_[at(unit)];
-  Tensor slice;
-  if (groups_.num_shards() == 1) {
-    sum.finish(stream, &slice)->wait_on(stream);
-    return slice;
-  }
-  slice = round_first_ || !keeps_slices_ ? sum.own_slice() : slices_[at(unit)];
-  sum.finish_slice(stream, slice)->wait_on(stream);
+  if (groups_.num_shards() == 1) return sum.reduce(stream);
+  const Tensor slice = round_first_ || !keeps_slices_ ? sum.own_slice() : slices_[at(unit)];
+  sum.reduce_slice(stream, slice);
   if (groups_.replicas()) groups_.replicas()->all_reduce(slice, ReduceOp::kSum, stream)->wait_on(stream);
   return slice;
 }

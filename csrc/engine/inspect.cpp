@@ -89,7 +89,8 @@ std::vector<MemoryTerm> Engine::memory() const {
       plan_, part_.registry, optimizer_->state(),
       {.zero = options_.zero,
        .local_lanes = options_.lanes_dp / dp_.size(),
-       .micro_batches = options_.zero.round_first ? 1 : ceil_div(lane_samples, options_.micro_batch)});
+       .micro_batches = options_.zero.round_first ? 1 : ceil_div(lane_samples, options_.micro_batch),
+       .ranks = dp_.size()});
 }
 
 std::vector<float> Engine::read_param(const std::string& name, const std::string& kind) {

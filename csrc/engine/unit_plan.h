@@ -20,8 +20,14 @@ struct ZeroOptions {
   // Every micro-batch of all lanes is reduced at once and the results are added in order, instead of a lane's
   // micro-batches first. Other bits, and the micro-batch size changes them; least memory in stages 2 and 3.
   bool round_first = false;
+  // What the gradient of a lane is rounded to and, where a rank has one lane, travels in (see LaneSum): other
+  // bits, equal on every layout.
+  DType wire = DType::kF32;
   int64_t prefetch = 1;       // stage 3: layers whose weights are gathered ahead of use
   int64_t persist_below = 0;  // stage 3: parameters of fewer elements stay whole on every rank
+  // Stage 3: what was gathered stays until the step's last use of any weight. A pipeline would otherwise
+  // gather its weights anew for every micro-batch, forwards and backwards.
+  bool gather_for_step = false;
 };
 
 // The units of a model and when each is needed, which follows from the layers that use its parameters.

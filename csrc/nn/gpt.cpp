@@ -4,7 +4,6 @@
 #include <limits>
 
 #include "base/error.h"
-#include "nn/compose.h"
 #include "nn/layers.h"
 
 namespace polyreme {
@@ -80,14 +79,17 @@ LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, int64_t i
   auto up = linear("mlp.fc", hidden, mlp_hidden, column);
   auto down = linear("mlp.proj", mlp_hidden, hidden, row);
 
-  LayerPtr attention = sequential(std::move(norm1), std::move(qkv),
-                                  std::make_unique<CausalAttention>(hidden, config.heads, config.dtype),
-                                  std::move(attention_out), dropout(0));
+  LayerPtr heads =
+      sequential(std::move(qkv), std::make_unique<CausalAttention>(hidden, config.heads, config.dtype));
+  if (config.recompute == Recomputation::kAttention)
+    heads = std::make_unique<Recompute>(std::move(heads), hidden, config.dtype);
+  LayerPtr attention = sequential(std::move(norm1), std::move(heads), std::move(attention_out), dropout(0));
   LayerPtr mlp = sequential(std::move(norm2), std::move(up), std::make_unique<Gelu>(mlp_hidden, config.dtype),
                             std::move(down), dropout(1));
   LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden, config.dtype),
                               std::make_unique<Residual>(std::move(mlp), hidden, config.dtype));
-  if (config.recompute) block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
+  if (config.recompute == Recomputation::kBlocks)
+    block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
   return block;
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "nn/layer.h"
+#include "nn/compose.h"
 
 namespace polyreme {
 
@@ -16,7 +16,7 @@ struct GptConfig {
   bool tied = true;        // head and token embedding are one parameter
   float layer_norm_eps = 1e-5f;
   double init_std = 0.02;  // the last linear of each branch: init_std / sqrt(2 * layers)
-  bool recompute = false;  // keep only the input of each block
+  Recomputation recompute = Recomputation::kNone;
   // How parameters and activations are stored (fp32, bf16 or fp16); arithmetic is fp32 in any case.
   DType dtype = DType::kF32;
   DType norm_dtype = DType::kF32;    // gamma and beta: `dtype` or fp32

@@ -80,16 +80,18 @@ LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, int64_t
   auto up = linear("mlp.gate_up", hidden, 2 * config.mlp_hidden, gate_up);
   auto down = linear("mlp.down", config.mlp_hidden, hidden, row);
 
-  LayerPtr attention =
-      sequential(std::move(norm1), std::move(qkv),
-                 std::make_unique<GroupedAttention>(GroupedAttentionOptions{
-                     config.heads, config.kv_heads, head_dim, config.rope_theta, config.dtype}),
-                 std::move(attention_out));
+  LayerPtr heads = sequential(std::move(qkv),
+                              std::make_unique<GroupedAttention>(GroupedAttentionOptions{
+                                  config.heads, config.kv_heads, head_dim, config.rope_theta, config.dtype}));
+  if (config.recompute == Recomputation::kAttention)
+    heads = std::make_unique<Recompute>(std::move(heads), hidden, config.dtype);
+  LayerPtr attention = sequential(std::move(norm1), std::move(heads), std::move(attention_out));
   LayerPtr mlp = sequential(std::move(norm2), std::move(up),
                             std::make_unique<SwiGlu>(config.mlp_hidden, config.dtype), std::move(down));
   LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden, config.dtype),
                               std::make_unique<Residual>(std::move(mlp), hidden, config.dtype));
-  if (config.recompute) block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
+  if (config.recompute == Recomputation::kBlocks)
+    block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
   return block;
 }
 

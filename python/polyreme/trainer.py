@@ -23,7 +23,7 @@ from .errors import InvalidArgument, NotAvailable
 from .layout import lanes_to_verify, layout_to_verify
 from .mesh import Mesh
 from .models import Model
-from .precision import Precision
+from .precision import DTYPES, Precision
 from .schedule import FixedSchedule, Schedule, ScheduleKind, one_f_one_b
 from .verification import StepRecorder, precision_to_verify
 from .world import Lanes
@@ -175,8 +175,10 @@ class Trainer:
             bucket_bytes=zero.bucket_bytes,
             overlap=zero.overlap,
             round_first=lanes.order == "round_first",
+            gradient_dtype=DTYPES[precision.gradients],
             prefetch=zero.prefetch,
             persist_below=zero.persist_below,
+            gather_for_step=zero._gather_for_step(lists is not None),
             loss_scale=_core.LossScalerOptions(**asdict(precision.scaling())),
             max_skipped=_SKIPS.get(on_nonfinite, on_nonfinite),
             optimizer={
@@ -454,7 +456,7 @@ class Trainer:
         Without `step`, what stays between steps: weights, masters (fp32, of 16-bit weights), gradients, tied gradients (of a tied parameter's
         further uses), lane buffers (partial sums of a rank that has several lanes), moments. With it, also the
         most that a step adds at once: gather window (zero=3), buckets (zero=2 and 3, gradients that are not
-        reduced yet). Activations and the communicators' staging are not among them.
+        reduced yet), rounded gradients (what `Precision.gradients` makes of them). Activations and the communicators' staging are not among them.
 
         Example:
             >>> sum(trainer.memory().values()) / trainer.num_parameters  # doctest: +SKIP
