@@ -489,7 +489,9 @@ class ShardedOptimizer:
         wanted = {"weight": self._trainable()} | {k: self._with_state(k) for k in self._core.state_kinds}
         parts = {"weight": state["weight"], **state["state"]}
         problems = [f"this rule has no {kind}" for kind in parts if kind not in wanted]
-        problems += [f"the updates of {name!r} are missing" for name in self._params if name not in state["updates"]]
+        problems += [
+            f"the updates of {name!r} are missing" for name in self._params if name not in state["updates"]
+        ]
         for kind, names in wanted.items():
             have = parts.get(kind, {})
             problems += [f"{kind} of {name!r} is missing" for name in names if name not in have]
@@ -499,7 +501,9 @@ class ShardedOptimizer:
                 if name in have and np.shape(have[name]) != shape:
                     problems.append(f"{kind} of {name!r} has shape {np.shape(have[name])}; expected {shape}")
                 elif name in have and np.asarray(have[name]).dtype.kind not in "fiu":
-                    problems.append(f"{kind} of {name!r} is of {np.asarray(have[name]).dtype}; expected numbers")
+                    problems.append(
+                        f"{kind} of {name!r} is of {np.asarray(have[name]).dtype}; expected numbers"
+                    )
         if (state["loss_scaler"] is None) != (self.loss_scaler is None):
             problems.append("one of both has a loss scaler, the other none")
         if problems:

@@ -299,6 +299,7 @@ class Trainer:
             )
         if checkpoints is not None:
             check_type("fit: checkpoints", checkpoints, Checkpointer, "a polyreme.Checkpointer, or None")
+            checkpoints._claim(checkpoints._open(self.mesh.world))
         self._check_data_facts(data)
         return self._fit(data, steps, validation, validate_every, validation_samples, checkpoints)
 
@@ -334,7 +335,8 @@ class Trainer:
         """Goes on from a checkpoint, whatever layout has made it; None if there is none. Collective.
 
         With the same lanes the run continues bit for bit as if it had never stopped: weights, optimizer,
-        learning rate, order of samples.
+        learning rate, order of samples. The directory is then this job's to save to; a run that only wants to
+        read calls `checkpoints.load`.
 
         Args:
             step: which; default: the newest that is complete and undamaged.
@@ -344,6 +346,7 @@ class Trainer:
             CheckpointError: it does not fit; names all that differs. Nothing has changed.
         """
         check_type("resume: checkpoints", checkpoints, Checkpointer, "a polyreme.Checkpointer")
+        checkpoints._claim(checkpoints._open(self.mesh.world))
         if must_exist or step is not None:
             return checkpoints.load(self, step=step)
         return checkpoints._load(self, None, True, False)

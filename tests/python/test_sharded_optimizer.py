@@ -358,7 +358,8 @@ def test_refused_gradients_stay_with_the_script():
         assert module.weight.grad is not None
         before = module.weight.detach().clone()
         optimizer.step()
-        assert module.weight.grad is None and module.bias.grad is None
+        assert module.weight.grad is None
+        assert module.bias.grad is None
         assert torch.equal(before - module.weight, torch.ones(1, 2))
         optimizer.attach()
         with pytest.raises(pr.InvalidArgument, match="once"):
@@ -388,7 +389,8 @@ def test_what_one_rank_refuses_all_ranks_refuse():
 
     (first, value), (second, _) = on_ranks(2, body)
     assert value == -1.0
-    assert "has shape (3,)" in first[0] and "applied_steps=-1" in first[1]
+    assert "has shape (3,)" in first[0]
+    assert "applied_steps=-1" in first[1]
     assert all("dp rank 0 refused this call" in text for text in second)
 
 

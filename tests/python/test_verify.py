@@ -55,9 +55,8 @@ for step in range(100):
 def verify(tmp_path, *arguments, layouts="dp=2 dp=4", options=()):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    return polyreme(
-        *("verify", "--json", "--steps", 4, "--layouts", layouts, *options, script, *arguments), cwd=tmp_path
-    )
+    options = options or ["--layouts", layouts]
+    return polyreme("verify", "--json", "--steps", 4, *options, script, *arguments, cwd=tmp_path)
 
 
 def equal_layouts(done, steps=4):
@@ -81,6 +80,12 @@ def test_equal_bits(tmp_path):
 def test_the_scripts_own_layout(tmp_path):
     done = verify(tmp_path, "pipeline", "no-lanes", options=["-n", 4])
     assert equal_layouts(done) == ["the script's own layout on 4 ranks"]
+
+
+def test_two_comparisons_at_once_are_refused(tmp_path):
+    done = verify(tmp_path, options=["-n", 2, "--layouts", "dp=2"])
+    assert done.returncode == 2
+    assert "--layouts and -n" in done.stderr
 
 
 def test_open_lanes_are_the_same_in_every_run(tmp_path):
