@@ -38,11 +38,13 @@ struct UnitPlan {
   // By layer: the units whose gradients are complete when its backward has run, in order of reduction.
   std::vector<std::vector<int>> completed_by;
   std::vector<bool> stays_whole;     // by unit: every rank holds its weights between uses
+  std::vector<bool> is_cut;          // by unit: its parameters are parts of what tp cuts
   std::vector<bool> is_frozen;       // by unit: its parameters do not learn, and have no gradient
   size_t first_trainable_layer = 0;  // backward ends with it
 };
 
-// Parameters of different `parts` do not share a unit; empty: one part.
+// Parameters of different `parts` do not share a unit (what tp cuts and what it does not, among them, where
+// it has several lanes); empty: one part.
 UnitPlan make_unit_plan(const ParamRegistry& registry, size_t num_layers, const ZeroOptions& options,
                         int64_t num_shards, const OptimizerOptions& optimizer,
                         std::span<const int> parts = {});

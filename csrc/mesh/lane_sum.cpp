@@ -60,6 +60,12 @@ Tensor LaneSum::begin_lane(Stream& stream) {
   return current_;
 }
 
+bool LaneSum::add_lane(Stream& stream, const Tensor& partial) {
+  if (subtrees_.back().defined()) free_.push_back(std::exchange(subtrees_.back(), Tensor()));
+  current_ = partial;
+  return end_lane(stream);
+}
+
 bool LaneSum::end_lane(Stream& stream) {
   Tensor sum = std::exchange(current_, Tensor());
   if (wire_ != DType::kF32) {
@@ -130,6 +136,13 @@ Tensor LaneSum::own_slice() const {
 
 std::unique_ptr<Work> LaneSum::finish_slice(Stream& stream, const Tensor& slice) {
   return group_.reduce_scatter(local_sum(), slice, ReduceOp::kSum, stream);
+}
+
+std::unique_ptr<Work> LaneSum::finish_block(Stream& stream, int64_t first, const Tensor& slice) {
+  const Tensor& sum = local_sum();
+  const int64_t size = slice.numel() * group_.size();
+  return group_.reduce_scatter(sum.view({sum.numel()}).slice(0, first, first + size), slice, ReduceOp::kSum,
+                               stream);
 }
 
 void LaneSum::release() {

@@ -38,6 +38,8 @@ class LaneSum {
   Tensor begin_lane(Stream& stream);
   // Returns whether it was the last lane of this rank: the sum can be finished.
   bool end_lane(Stream& stream);
+  // begin_lane and end_lane for a partial sum in memory of its own, of `shape`, which the sum may overwrite.
+  bool add_lane(Stream& stream, const Tensor& partial);
   // After local_lanes lanes: the sum over all lanes of all ranks, the same on every rank. Valid
   // until the next begin_lane. The caller must wait_on the returned work before it reads `sum`.
   std::unique_ptr<Work> finish(Stream& stream, Tensor* sum);
@@ -49,6 +51,8 @@ class LaneSum {
   // dtype where that has the same bits.
   Tensor reduce(Stream& stream);
   void reduce_slice(Stream& stream, const Tensor& slice);
+  // The same of the block [first, first + size() * slice.numel()) of the sum's elements.
+  std::unique_ptr<Work> finish_block(Stream& stream, int64_t first, const Tensor& slice);
   // This rank's part of the buffer that holds the sum of its lanes.
   Tensor own_slice() const;
   // The sum of this rank's lanes alone, between its last lane and finish or finish_slice.

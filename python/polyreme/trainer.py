@@ -73,7 +73,7 @@ class Trainer:
 
     Args:
         model: what to train.
-        mesh: the ranks, along dp and pp in this version.
+        mesh: the ranks, along dp, tp and pp.
         optimizer: the update rule with its learning rate.
         global_batch: samples of one step, over all ranks.
         micro_batch: samples of one forward pass; changes memory and speed, not the bits.
@@ -130,9 +130,9 @@ class Trainer:
         check_type("model", model, Model, "a polyreme.models.GPT or Llama")
         check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
         for axis in mesh.order:
-            if axis not in ("dp", "pp") and mesh.size(axis) > 1:
+            if axis not in ("dp", "pp", "tp") and mesh.size(axis) > 1:
                 raise NotAvailable(
-                    f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp and pp only; use"
+                    f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp, tp and pp only; use"
                     f" pr.Mesh(world, dp={mesh.world.size})"
                 )
         check_type("optimizer", optimizer, optim.Optimizer, "a rule such as polyreme.AdamW()")
@@ -168,6 +168,7 @@ class Trainer:
             global_batch=global_batch,
             micro_batch=micro_batch,
             lanes_dp=lanes.dp or 0,
+            lanes_tp=lanes.tp or 0,
             seed=seed,
             clip_norm=clip_norm or 0.0,
             zero_stage=zero.stage,
@@ -188,7 +189,7 @@ class Trainer:
             schedule=lists._core if lists is not None else None,
             split=_split(split, lists),
         )
-        self.lanes = replace(lanes, dp=self._engine.lanes_dp)
+        self.lanes = replace(lanes, dp=self._engine.lanes_dp, tp=self._engine.lanes_tp)
         self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints
         self._compared_batches = False
         self._recorder = StepRecorder.from_environment(mesh.world.rank)
