@@ -78,7 +78,8 @@ ShardedOptimizer::ShardedOptimizer(Device& device, Stream& background, Communica
 }
 
 void ShardedOptimizer::agree_on_settings() {
-  polyreme::agree(group_, *compute_, {fact("number of parameters", static_cast<int64_t>(specs_.size()))}, nullptr);
+  polyreme::agree(group_, *compute_, {fact("number of parameters", static_cast<int64_t>(specs_.size()))},
+                  nullptr);
   std::vector<Fact> facts = {
       fact("stage", options_.stage),
       fact("lanes", options_.lanes),
@@ -101,12 +102,12 @@ ShardedStepResult ShardedOptimizer::meet(const ShardedStep& step, std::vector<ui
   const auto bits = [](const char* name, double value) {
     return Fact{name, std::bit_cast<int64_t>(value), concat(value)};
   };
-  const int64_t count =
-      polyreme::agree(group_, *compute_,
-                      {bits("learning rate", step.lr),
-                       bits("loss scale", step.loss_scale),
-                       {"way of averaging", int64_t{step.counted}, step.counted ? "with count" : "without count"}},
-                      nullptr, step.count);
+  const int64_t count = polyreme::agree(
+      group_, *compute_,
+      {bits("learning rate", step.lr),
+       bits("loss scale", step.loss_scale),
+       {"way of averaging", int64_t{step.counted}, step.counted ? "with count" : "without count"}},
+      nullptr, step.count);
   const std::vector<uint8_t>& own = gradients_.had_grad();
   std::vector<int32_t> flags(own.begin(), own.end());
   const WaitAtExit wait(*compute_);
