@@ -144,6 +144,7 @@ void GradStore::complete_deferred(int param, std::span<const Tensor> shares) {
   require<Error>(late.size() == shares.size(), "a shared parameter has ", late.size(), " lanes here and ",
                  shares.size(), " where it is used again");
   for (size_t lane = 0; lane < late.size(); ++lane) {
+    compute_.wait(*reduced_[at(unit)]);  // of an earlier round, as in begin_unit
     const Tensor buffer = lane_sums_[at(unit)].begin_lane(compute_);
     copy(compute_, late[lane], buffer);
     const Tensor total = plan_.map.view(buffer, param);
