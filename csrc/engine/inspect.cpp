@@ -97,6 +97,7 @@ std::vector<MemoryTerm> Engine::memory() const {
       plan_, part_.registry, optimizer_->state(),
       {.zero = options_.zero,
        .local_lanes = options_.lanes_dp / dp_.size(),
+       .tp_lanes = part_.lanes.count,
        .micro_batches = options_.zero.round_first ? 1 : ceil_div(lane_samples, options_.micro_batch),
        .ranks = dp_.size()});
 }
