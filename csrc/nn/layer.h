@@ -26,6 +26,12 @@ class ParamStorage {
   virtual Tensor weight(const ParamUse& use) const = 0;
   // The accumulator of this use for the current lane; backward_weight adds to it.
   virtual Tensor grad(const ParamUse& use) const = 0;
+  // The same for an operation that can write all of it. `adds`: whether there is something to add to; if not,
+  // the memory is undefined, and must get the bits that adding to zeros has.
+  virtual Tensor grad_to_write(const ParamUse& use, bool* adds) const {
+    *adds = true;
+    return grad(use);
+  }
   // Whether the parameter learns. Of one that does not, what is added to grad() is dropped.
   virtual bool is_trainable(const ParamUse&) const { return true; }
 };
@@ -50,6 +56,10 @@ struct Context {
   Tensor grad(ParamUse use) const {
     use.lane = lane;
     return params.grad(use);
+  }
+  Tensor grad_to_write(ParamUse use, bool* adds) const {
+    use.lane = lane;
+    return params.grad_to_write(use, adds);
   }
   Context of_lane(int64_t which) const {
     Context context = *this;
