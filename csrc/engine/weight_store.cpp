@@ -18,14 +18,19 @@ WeightStore::WeightStore(Stream& compute, Stream& background, const UnitPlan& pl
       plan_(plan),
       groups_(groups),
       prefetch_(options.prefetch),
+      keeps_gathered_(options.gather_for_step),
       updated_(compute.device().create_event()) {
   Device& device = compute.device();
   const ShardMap& map = plan.map;
   for (int unit = 0; unit < map.num_units(); ++unit) {
     const FlatRange slice = map.shard_slice(unit, groups.shard_rank() % map.num_shards());
     const bool is_whole = plan.stays_whole[at(unit)];
-    const Tensor buffer = groups.shard().allocate(
-        device, map.dtype_of(unit), {is_whole ? map.unit_elements(unit) : slice.size()}, "weights");
+    // What the ranks read of each other is in memory of the group, all else in the device's own, whose pages
+    // are larger.
+    const Shape shape{is_whole ? map.unit_elements(unit) : slice.size()};
+    const Tensor buffer = map.num_shards() > 1
+                              ? groups.shard().allocate(device, map.dtype_of(unit), shape, "weights")
+                              : empty(device, map.dtype_of(unit), shape, "weights");
     fill(compute, buffer, 0.0f);
     whole_.push_back(is_whole ? buffer : Tensor());
     own_.push_back(is_whole ? buffer.slice(0, slice.begin, slice.end) : buffer);
@@ -37,8 +42,7 @@ WeightStore::WeightStore(Stream& compute, Stream& background, const UnitPlan& pl
 }
 
 void WeightStore::plan_visits(std::vector<size_t> layers) {
-  for (size_t unit = 0; unit < whole_.size(); ++unit)
-    if (!plan_.stays_whole[unit]) whole_[unit] = {};
+  release();
   visits_ = std::move(layers);
   position_ = horizon_ = 0;
   compute_.record(*updated_);  // what is gathered was written there
@@ -62,8 +66,15 @@ void WeightStore::arrive() {
 
 void WeightStore::leave() {
   const size_t layer = visits_[position_++];
+  if (position_ == visits_.size()) return release();
+  if (keeps_gathered_) return;
   for (const int unit : plan_.used_by[layer])
     if (!plan_.stays_whole[at(unit)] && !is_in_sight(unit)) whole_[at(unit)] = {};
+}
+
+void WeightStore::release() {
+  for (size_t unit = 0; unit < whole_.size(); ++unit)
+    if (!plan_.stays_whole[unit]) whole_[unit] = {};
 }
 
 bool WeightStore::is_in_sight(int unit) const {

@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "mesh/tensor_parallel.h"
 #include "nn/param_registry.h"
 #include "tensor/tensor.h"
 
@@ -25,6 +26,12 @@ class ParamStorage {
   virtual Tensor weight(const ParamUse& use) const = 0;
   // The accumulator of this use for the current lane; backward_weight adds to it.
   virtual Tensor grad(const ParamUse& use) const = 0;
+  // The same for an operation that can write all of it. `adds`: whether there is something to add to; if not,
+  // the memory is undefined, and must get the bits that adding to zeros has.
+  virtual Tensor grad_to_write(const ParamUse& use, bool* adds) const {
+    *adds = true;
+    return grad(use);
+  }
   // Whether the parameter learns. Of one that does not, what is added to grad() is dropped.
   virtual bool is_trainable(const ParamUse&) const { return true; }
 };
@@ -38,6 +45,29 @@ struct Context {
   uint64_t seed = 0;  // dropout: with step and the element's global index, the whole state
   uint32_t step = 0;
   float loss_scale = 1.0f;  // 1 / valid tokens of the global batch
+  // The tp axis; null where a model was built for one lane.
+  const TensorParallel* tp = nullptr;
+  int lane = 0;  // that of this rank's which the layer at hand belongs to
+
+  Tensor weight(ParamUse use) const {
+    use.lane = lane;
+    return params.weight(use);
+  }
+  Tensor grad(ParamUse use) const {
+    use.lane = lane;
+    return params.grad(use);
+  }
+  Tensor grad_to_write(ParamUse use, bool* adds) const {
+    use.lane = lane;
+    return params.grad_to_write(use, adds);
+  }
+  Context of_lane(int64_t which) const {
+    Context context = *this;
+    context.lane = static_cast<int>(which);
+    return context;
+  }
+  // Rows of activations between the regions of tensor parallelism: of all tokens, or of the rank's own.
+  int64_t own_tokens() const { return tp ? tp->own_tokens(batch.seq_len()) : batch.seq_len(); }
 };
 
 // What forward keeps for backward: tensors in an order that only the layer knows, and those of its parts.
@@ -46,7 +76,7 @@ struct Saved {
   std::vector<Saved> children;
 };
 
-// The work of one micro-batch of `num_samples` x `seq_len` tokens. The one description of cost:
+// The work of one micro-batch of `num_samples` x `seq_len` tokens, on one rank. The one description of cost:
 // planner, simulator, MFU and memory report read it.
 struct Cost {
   double forward_flops = 0;  // a fused multiply-add counts 2
@@ -63,6 +93,13 @@ struct Cost {
   double total_flops() const { return forward_flops + backward_input_flops + backward_weight_flops; }
 };
 
+// How a model is built for tensor parallelism.
+struct TensorLanes {
+  int64_t lanes = 1;  // of the axis; 1: none of it
+  int64_t size = 1;   // ranks of the axis
+  int64_t local() const { return lanes / size; }
+};
+
 // A differentiable function of activations [rows, features], one token a row. Layers hold
 // no tensors, so one object serves any number of micro-batches in flight.
 class Layer {
@@ -76,6 +113,7 @@ class Layer {
   // Adds to the gradients of the layer's parameters, one chain over tokens. After backward_input;
   // per lane in ascending order of micro-batches.
   virtual void backward_weight(const Context& context, Saved& saved) const;
+  // Of an input of num_samples * seq_len rows: where tp cuts the tokens, seq_len are a rank's own.
   virtual Cost cost(int64_t num_samples, int64_t seq_len) const = 0;
 };
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,9 @@ from .slab import Slab
 
 __all__ = ["ArrayPart", "ArrayState"]
 
+_NUM_THREADS = 4
+_PORTION_BYTES = 16 << 20
+
 
 @dataclass(frozen=True)
 class ArrayPart:
@@ -26,7 +31,7 @@ class ArrayPart:
     the elements whose index along that dim lies in one of `ranges`.
 
     array: any shape, contiguous. shape: of the whole tensor. begin: the first element that `array` holds.
-    ranges: [begin, end) each, ascending.
+    ranges: [begin, end) each, ascending. A rank with several such parts of a tensor gives a list of them.
 
         checkpoints.save({"moment": pr.checkpoint.ArrayPart(own, shape=(1000, 64), begin=first)}, step=3)
         # Rows of q, k and v, as tensor parallelism cuts them.
@@ -48,9 +53,7 @@ class ArrayState:
         self._held: list[HeldTensor] = []
         self._bytes: list[NDArray[np.uint8]] = []
         self._begins: list[int] = []
-        for name, value in arrays.items():
-            if not isinstance(name, str):
-                raise InvalidArgument(f"the name {name!r} is no text")
+        for name, value in _parts_of(arrays):
             part = value if isinstance(value, ArrayPart) else None
             array = value.array if part else value
             if isinstance(array, int | float | bool) or array is None:
@@ -84,19 +87,18 @@ class ArrayState:
 
     def read(self, pieces: Sequence[tuple[int, int, int]], staging: NDArray[np.uint8]) -> None:
         """See State."""
-        at = 0
-        for piece in pieces:
-            source = self._slice(piece)
-            staging[at : at + source.size] = source
-            at += source.size
+        _copy((staging[at : at + own.size], own) for own, at in self._places(pieces))
 
     def write(self, pieces: Sequence[tuple[int, int, int]], staging: NDArray[np.uint8]) -> None:
         """See State."""
+        _copy((own, staging[at : at + own.size]) for own, at in self._places(pieces))
+
+    def _places(self, pieces: Sequence[tuple[int, int, int]]) -> Iterator[tuple[NDArray[np.uint8], int]]:
         at = 0
         for piece in pieces:
-            target = self._slice(piece)
-            target[:] = staging[at : at + target.size]
-            at += target.size
+            own = self._slice(piece)
+            yield own, at
+            at += own.size
 
     def scalars(self) -> dict[str, Any]:
         """See State."""
@@ -108,6 +110,31 @@ class ArrayState:
 
     def set_scalars(self, state: dict[str, Any]) -> None:
         """See State."""
+
+
+def _copy(pairs: Iterable[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> None:
+    """Copies (target, source) in portions, by as many threads as keep memory busy."""
+    portions = [
+        (target[at : at + _PORTION_BYTES], source[at : at + _PORTION_BYTES])
+        for target, source in pairs
+        for at in range(0, source.size, _PORTION_BYTES)
+    ]
+    num_threads = min(_NUM_THREADS, len(os.sched_getaffinity(0)), len(portions))
+    if num_threads <= 1:
+        for target, source in portions:
+            target[:] = source
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(lambda portion: np.copyto(*portion), portions))
+
+
+def _parts_of(arrays: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in arrays.items():
+        if not isinstance(name, str):
+            raise InvalidArgument(f"the name {name!r} is no text")
+        several = isinstance(value, list | tuple) and value and all(isinstance(v, ArrayPart) for v in value)
+        for part in value if several else [value]:
+            yield name, part
 
 
 def _slab_of(name: str, part: ArrayPart | None, shape: tuple[int, ...]) -> Slab | None:
