@@ -341,7 +341,8 @@ class MissingWaits : public ::testing::Test {
   }
   void start(uint64_t seed) {
     x_ = y_ = {};
-    one_ = two_ = nullptr;
+    one_ = nullptr;
+    two_ = nullptr;
     gpu_ = nullptr;
     fake_gpu::reset(1, seed);
     gpu_ = make_cuda_device(*polyreme_cuda_table(), 0);
