@@ -359,7 +359,8 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   const double loss_scale = scaler_.scale();
   grad_scale_ = loss_scale;
   run_lanes(on_device, valid == 0 ? 0.0f : static_cast<float>(loss_scale / static_cast<double>(valid)));
-  dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
+  const std::unique_ptr<Work> loss_work = dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_);
+  loss_work->wait_on(*stream_);
   sum_along_pp(loss_sum_);
   measure_gradient();
   // Without a valid token there is nothing to learn from, and not even weight decay is applied.
@@ -372,6 +373,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
   const double norm = std::sqrt(read_sum(square_sum_)) / loss_scale;
   background().synchronize();  // a gather that failed
+  loss_work->wait();           // over NCCL this alone tells that the group broke
   const StepStats stats{loss, norm, options_.global_batch * batch.seq_len, valid, loss_scale};
   if (!std::isfinite(norm) || !std::isfinite(loss)) return skip_step(stats);
   if (valid == 0) return stats;

@@ -16,9 +16,11 @@ std::vector<int64_t> gather_values(Communicator& group, Stream& stream, const st
   const Tensor gathered = empty(stream.device(), DType::kI64, {group.size() * width}, "facts");
   const Tensor own = gathered.slice(0, group.rank() * width, (group.rank() + 1) * width);
   copy_from_host(stream, mine.data(), own);
-  group.all_gather(own, gathered, stream)->wait_on(stream);
+  const std::unique_ptr<Work> work = group.all_gather(own, gathered, stream);
+  work->wait_on(stream);
   copy_to_host(stream, gathered, all.data());
   stream.synchronize();
+  work->wait();  // over NCCL this alone tells that the group broke, and `all` is undefined
   return all;
 }
 
