@@ -303,7 +303,7 @@ StepStats Engine::skip_step(StepStats stats) {
 }
 
 double Engine::read_sum(const Tensor& limbs) {
-  ExactSum::Limbs values;
+  ExactSum::Limbs values{};
   copy_to_host(*stream_, limbs, values.data());
   stream_->synchronize();
   return ExactSum(values).value();

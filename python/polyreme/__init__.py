@@ -51,6 +51,7 @@ __all__ = [
     "CommError",
     "DeviceError",
     "Error",
+    "Forecast",
     "InvalidArgument",
     "Lanes",
     "Lion",
@@ -76,6 +77,7 @@ __all__ = [
     "clip_grad_norm",
     "data",
     "errors",
+    "forecast",
     "generate",
     "init",
     "lr",
@@ -88,6 +90,7 @@ __all__ = [
 _MODULE_OF = {
     **dict.fromkeys(("LAMB", "SGD", "AdamW", "Lion", "Muon"), "optim"),
     **dict.fromkeys(("ShardedOptimizer", "UpdateStats"), "sharded_optimizer"),
+    **dict.fromkeys(("Forecast", "forecast"), "dry_run"),
     **dict.fromkeys(("LossScale", "Precision"), "precision"),
     **dict.fromkeys(("StepStats", "Trainer"), "trainer"),
     **dict.fromkeys(("Lanes", "World", "init"), "world"),

@@ -159,7 +159,7 @@ class Trainer:
         self.check_every = check_int("check_every", check_every, 0)
         self.frozen = _matching(self.parameter_names(), frozen)
         self.peak_flops: float | None = None
-        lists = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
+        self.schedule = lists = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
         self._engine = _core.Engine(
             mesh.world._core,
             mesh._core,
