@@ -153,10 +153,11 @@ void bind_engine(py::module_& m) {
   bind_model(m);
   py::class_<Engine>(m, "Engine")
       .def(py::init([](World& world, Mesh& mesh, const ModelConfig& config, int64_t global_batch,
-                       int64_t micro_batch, int64_t lanes_dp, uint64_t seed, float clip_norm, int zero_stage,
-                       int64_t shard_size, int64_t bucket_bytes, bool overlap, bool round_first,
-                       int64_t prefetch, int64_t persist_below, bool gather_for_step,
-                       const LossScalerOptions& loss_scale, int64_t max_skipped, const py::dict& optimizer,
+                       int64_t micro_batch, int64_t lanes_dp, int64_t lanes_tp, uint64_t seed,
+                       float clip_norm, int zero_stage, int64_t shard_size, int64_t bucket_bytes,
+                       bool overlap, bool round_first, const std::string& gradient_dtype, int64_t prefetch,
+                       int64_t persist_below, bool gather_for_step, const LossScalerOptions& loss_scale,
+                       int64_t max_skipped, const py::dict& optimizer,
                        const std::optional<pipeline::Schedule>& schedule, std::vector<int> split) {
              const EngineOptions options{.global_batch = global_batch,
                                          .micro_batch = micro_batch,
@@ -168,6 +169,7 @@ void bind_engine(py::module_& m) {
                                                   .bucket_bytes = bucket_bytes,
                                                   .overlap = overlap,
                                                   .round_first = round_first,
+                                                  .wire = dtype_from_name(gradient_dtype),
                                                   .prefetch = prefetch,
                                                   .persist_below = persist_below,
                                                   .gather_for_step = gather_for_step},
@@ -177,13 +179,16 @@ void bind_engine(py::module_& m) {
                                          .pipeline = {.schedule = schedule, .split = std::move(split)}};
              // Not as a call_guard, under which pybind11 would register the new object too.
              const Interruptible call(&world.communicator());
-             return std::make_unique<Engine>(world.device(), mesh, build_model(config), options);
+             const int64_t tp = mesh.layout().size("tp");
+             const TensorLanes lanes{lanes_tp > 0 ? lanes_tp : tp, tp};
+             check_lanes("tp", lanes.lanes, tp);
+             return std::make_unique<Engine>(world.device(), mesh, build_model(config, lanes), options);
            }),
            "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
-           "seed"_a, "clip_norm"_a, "zero_stage"_a, "shard_size"_a, "bucket_bytes"_a, "overlap"_a,
-           "round_first"_a, "prefetch"_a, "persist_below"_a, "gather_for_step"_a, "loss_scale"_a,
-           "max_skipped"_a, "optimizer"_a, "schedule"_a, "split"_a, py::keep_alive<1, 2>(),
-           py::keep_alive<1, 3>())
+           "lanes_tp"_a, "seed"_a, "clip_norm"_a, "zero_stage"_a, "shard_size"_a, "bucket_bytes"_a,
+           "overlap"_a, "round_first"_a, "gradient_dtype"_a, "prefetch"_a, "persist_below"_a,
+           "gather_for_step"_a, "loss_scale"_a, "max_skipped"_a, "optimizer"_a, "schedule"_a, "split"_a,
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def(
           "train_step",
           [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
@@ -270,7 +275,8 @@ void bind_engine(py::module_& m) {
              py::list result;
              for (const StatePart& part : engine.state_parts())
                result.append(py::make_tuple(part.kind, specs[static_cast<size_t>(part.param)].name,
-                                            dtype_name(part.tensor.dtype()), part.begin, part.size));
+                                            dtype_name(part.tensor.dtype()), part.begin, part.size,
+                                            part.part.dim, part.part.ranges));
              return result;
            })
       .def(
@@ -307,6 +313,7 @@ void bind_engine(py::module_& m) {
             engine.loss_scaler().load({std::get<0>(state), std::get<1>(state), std::get<2>(state)});
           })
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
+      .def_property_readonly("lanes_tp", [](const Engine& engine) { return engine.model().lanes.lanes; })
       .def_property_readonly("num_parameters", [](const Engine& engine) { return engine.num_parameters(); });
 }
 

@@ -143,9 +143,9 @@ void bind_world(py::module_& m) {
       "make_dry_world",
       [](int rank, int size) {
         const auto traffic = std::make_shared<Traffic>();
-        return py::make_tuple(py::cast(make_dry_world(rank, size, traffic).release(),
-                                       py::return_value_policy::take_ownership),
-                              py::cpp_function([traffic] { return *traffic; }));
+        return py::make_tuple(
+            py::cast(make_dry_world(rank, size, traffic).release(), py::return_value_policy::take_ownership),
+            py::cpp_function([traffic] { return *traffic; }));
       },
       py::kw_only(), "rank"_a, "size"_a);
   m.def(

@@ -8,12 +8,12 @@
 
 namespace polyreme {
 
-// Bytes that a rank sends, by group and operation: "dp: reduce_scatter". Of the ordered algorithms, whose bytes are
-// the ring's; the first word is the name of the group.
+// Bytes that a rank sends, by group and operation: "dp: reduce_scatter". Of the ordered algorithms, whose
+// bytes are the ring's; the first word is the name of the group.
 using Traffic = std::map<std::string, int64_t>;
 
-// A group of a dry run: its other ranks do not exist. Collectives are checked by nobody, move nothing, keep their
-// tensors as long as a real one may, and are counted in `traffic`. See make_dry_device.
+// A group of a dry run: its other ranks do not exist. Collectives are checked by nobody, move nothing, keep
+// their tensors as long as a real one may, and are counted in `traffic`. See make_dry_device.
 class DryCommunicator final : public Communicator {
  public:
   DryCommunicator(int rank, int size, std::string name, std::shared_ptr<Traffic> traffic)

@@ -96,6 +96,15 @@ std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& 
   // Rounds are added up in a slice of their own.
   const int64_t slices = divides_gradients || question.zero.round_first ? whole / map.num_shards() : 0;
   const int64_t partial_sums = std::bit_width(static_cast<uint64_t>(question.local_lanes)) - 1;
+  int64_t rounded = 0, largest = 0;
+  for (int unit = 0; unit < map.num_units(); ++unit) {
+    if (plan.is_frozen[at(unit)]) continue;
+    const int64_t bytes = map.unit_elements(unit) * static_cast<int64_t>(dtype_size(question.zero.wire));
+    rounded += bytes;
+    largest = std::max(largest, bytes);
+  }
+  const bool rounds = question.zero.wire != DType::kF32;
+  const bool sends_rounded = rounds && question.local_lanes == 1 && question.ranks > 1;
   const bool streams = question.local_lanes == 1 && question.micro_batches == 1;
   return {{"weights", weights, true},
           {"masters", masters, true},
@@ -104,7 +113,8 @@ std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& 
           {"lane buffers", partial_sums * whole, !divides_gradients},
           {"moments", moments, true},
           {"gather window", gather_window(plan, question.zero), false},
-          {"buckets", divides_gradients ? (streams ? bucket_window(plan) : whole) : 0, false}};
+          {"buckets", divides_gradients ? (streams ? bucket_window(plan) : whole) : 0, false},
+          {"rounded gradients", sends_rounded ? rounded + largest : (rounds ? largest : 0), false}};
 }
 
 }  // namespace polyreme

@@ -26,10 +26,11 @@ struct GptConfig {
 // A chain of layers from tokens to per-token losses. layers: embedding, blocks, final norm, head, loss.
 struct Model {
   std::string description;  // all of its settings; equal texts, equal models
+  TensorLanes lanes;        // it was built for
   ParamRegistry registry;
   std::vector<LayerPtr> layers;
   int64_t vocab = 0;
-  int64_t max_seq_len = 0;
+  int64_t max_seq_len = 0;  // with several lanes, a multiple of them
   // Layers before which a pipeline may cut the model, ascending: the blocks, and what follows them. What
   // flows there is [rows, boundary_features] of boundary_dtype, either way.
   std::vector<size_t> cuts;
@@ -39,7 +40,11 @@ struct Model {
   Cost cost(int64_t num_samples, int64_t seq_len) const;
 };
 
-// Throws InvalidArgument, naming field, value and rule.
-Model build_gpt(const GptConfig& config);
+// Throws InvalidArgument, naming field, value and rule. A model for several lanes needs Context::tp.
+Model build_gpt(const GptConfig& config, const TensorLanes& lanes = {});
+
+// A size that the lanes of tensor parallelism cut. Throws InvalidArgument, with what would divide it, if they
+// do not.
+void check_tensor_cut(const char* family, const char* name, int64_t value, const TensorLanes& lanes);
 
 }  // namespace polyreme

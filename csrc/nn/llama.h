@@ -28,10 +28,10 @@ struct LlamaConfig {
 };
 
 // Throws InvalidArgument, naming field, value and rule.
-Model build_llama(const LlamaConfig& config);
+Model build_llama(const LlamaConfig& config, const TensorLanes& lanes = {});
 
 // Of any family.
 using ModelConfig = std::variant<GptConfig, LlamaConfig>;
-Model build_model(const ModelConfig& config);
+Model build_model(const ModelConfig& config, const TensorLanes& lanes = {});
 
 }  // namespace polyreme

@@ -93,7 +93,7 @@ Executor::Executor(Schedule schedule, Communicator& group, Stream& compute, cons
   list_ = schedule_.actions[static_cast<size_t>(group.rank())];
   if (!options.overlap || !schedule_.has_transfers()) return;
   background_ = compute.device().create_stream("pipeline", StreamKind::kBackground);
-  if (runs_beside_the_host(*background_)) list_ = issue_order(list_);
+  if (options.issue_ahead && runs_beside_the_host(*background_)) list_ = issue_order(list_);
 }
 
 Executor::~Executor() = default;
@@ -155,9 +155,7 @@ void Executor::run_computation(StageRunner& runner, const Action& action) {
   if (kind == ActionKind::kBackwardWeight) runner.backward_weight(chunk, micro_batch);
   FlightRecorder& recorder = compute_.device().recorder();
   if (records_ && recorder.enabled())
-    recorder.record({.name = name(kind),
-                     .start_ns = start_ns,
-                     .end_ns = FlightRecorder::now_ns()});
+    recorder.record({.name = name(kind), .start_ns = start_ns, .end_ns = FlightRecorder::now_ns()});
   if (has_tensors && is_inside(to)) held_[{is_gradient, to, micro_batch}] = {std::move(out), nullptr};
 }
 

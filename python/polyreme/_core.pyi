@@ -255,6 +255,7 @@ class Engine:
         global_batch: int,
         micro_batch: int,
         lanes_dp: int,
+        lanes_tp: int,
         seed: int,
         clip_norm: float,
         zero_stage: int,
@@ -262,6 +263,7 @@ class Engine:
         bucket_bytes: int,
         overlap: bool,
         round_first: bool,
+        gradient_dtype: str,
         prefetch: int,
         persist_below: int,
         gather_for_step: bool,
@@ -279,7 +281,7 @@ class Engine:
     def write_param(self, name: str, values: _Floats) -> None: ...
     def check_replicas(self) -> None: ...
     def memory(self) -> list[tuple[str, int, bool]]: ...
-    def state_parts(self) -> list[tuple[str, str, str, int, int]]: ...
+    def state_parts(self) -> list[tuple[str, str, str, int, int, int, list[tuple[int, int]]]]: ...
     def read_state(self, ranges: npt.NDArray[np.int64], to: npt.NDArray[np.uint8]) -> None: ...
     def write_state(self, ranges: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> None: ...
     @property
@@ -295,6 +297,8 @@ class Engine:
     def loss_scaler_state(self, state: tuple[float, int, int]) -> None: ...
     @property
     def lanes_dp(self) -> int: ...
+    @property
+    def lanes_tp(self) -> int: ...
     @property
     def num_parameters(self) -> int: ...
 
@@ -330,6 +334,7 @@ class ShardedOptimizer:
         lanes: int,
         micro_batches: int,
         bucket_bytes: int,
+        gradient_dtype: str,
         clip_norm: float,
         norm_type: float,
         stochastic_rounding: bool,

@@ -22,7 +22,7 @@ from .errors import InvalidArgument, NotAvailable
 from .layout import lanes_to_verify, layout_to_verify
 from .mesh import Mesh
 from .models import Model
-from .precision import Precision
+from .precision import DTYPES, Precision
 from .schedule import FixedSchedule, Schedule, ScheduleKind, one_f_one_b
 from .verification import StepRecorder, precision_to_verify
 from .world import Lanes
@@ -72,7 +72,7 @@ class Trainer:
 
     Args:
         model: what to train.
-        mesh: the ranks, along dp and pp in this version.
+        mesh: the ranks, along dp, tp and pp.
         optimizer: the update rule with its learning rate.
         global_batch: samples of one step, over all ranks.
         micro_batch: samples of one forward pass; changes memory and speed, not the bits.
@@ -129,9 +129,9 @@ class Trainer:
         check_type("model", model, Model, "a polyreme.models.GPT or Llama")
         check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
         for axis in mesh.order:
-            if axis not in ("dp", "pp") and mesh.size(axis) > 1:
+            if axis not in ("dp", "pp", "tp") and mesh.size(axis) > 1:
                 raise NotAvailable(
-                    f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp and pp only; use"
+                    f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp, tp and pp only; use"
                     f" pr.Mesh(world, dp={mesh.world.size})"
                 )
         check_type("optimizer", optimizer, optim.Optimizer, "a rule such as polyreme.AdamW()")
@@ -167,6 +167,7 @@ class Trainer:
             global_batch=global_batch,
             micro_batch=micro_batch,
             lanes_dp=lanes.dp or 0,
+            lanes_tp=lanes.tp or 0,
             seed=seed,
             clip_norm=clip_norm or 0.0,
             zero_stage=zero.stage,
@@ -174,6 +175,7 @@ class Trainer:
             bucket_bytes=zero.bucket_bytes,
             overlap=zero.overlap,
             round_first=lanes.order == "round_first",
+            gradient_dtype=DTYPES[precision.gradients],
             prefetch=zero.prefetch,
             persist_below=zero.persist_below,
             gather_for_step=zero._gather_for_step(lists is not None),
@@ -186,7 +188,7 @@ class Trainer:
             schedule=lists._core if lists is not None else None,
             split=_split(split, lists),
         )
-        self.lanes = replace(lanes, dp=self._engine.lanes_dp)
+        self.lanes = replace(lanes, dp=self._engine.lanes_dp, tp=self._engine.lanes_tp)
         self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints
         self._compared_batches = False
         self._recorder = StepRecorder.from_environment(mesh.world.rank)
@@ -448,7 +450,7 @@ class Trainer:
         Without `step`, what stays between steps: weights, masters (fp32, of 16-bit weights), gradients, tied gradients (of a tied parameter's
         further uses), lane buffers (partial sums of a rank that has several lanes), moments. With it, also the
         most that a step adds at once: gather window (zero=3), buckets (zero=2 and 3, gradients that are not
-        reduced yet). Activations and the communicators' staging are not among them.
+        reduced yet), rounded gradients (what `Precision.gradients` makes of them). Activations and the communicators' staging are not among them.
 
         Example:
             >>> sum(trainer.memory().values()) / trainer.num_parameters  # doctest: +SKIP

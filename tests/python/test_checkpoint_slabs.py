@@ -86,6 +86,39 @@ def test_o_rs_04_o_rs_07_f77_any_cut_from_any_other(tmp_path, writers):
         run_ranks(dp * tp, load)
 
 
+def test_several_slabs_of_a_tensor_on_a_rank(tmp_path):
+    """Lanes of tensor parallelism, each a tensor of its own: 4 of them on 1, 2, 4 ranks."""
+
+    def lanes_of(world, *, fill=True):
+        own = [own_parts(lane, 1, 4, False, fill=fill) for lane in range(4)]
+        mine = own[4 * world.rank // world.size : 4 * (world.rank + 1) // world.size]
+        return {
+            name: [parts[name] for parts in mine] if dim is not None else mine[0][name]
+            for name, (_, dim, _) in TENSORS.items()
+        }
+
+    for writers in (1, 2, 4):
+
+        def save(world):
+            with pr.Checkpointer(tmp_path / str(world.size), world=world) as checkpoints:
+                checkpoints.save(lanes_of(world), step=1)
+
+        run_ranks(writers, save)
+        files = CheckpointFiles(str(tmp_path / str(writers)), 1)
+        assert all(files.read_tensor(name).tobytes() == value(name).tobytes() for name in TENSORS)
+        for readers in (1, 2, 4):
+
+            def load(world, writers=writers):
+                state = lanes_of(world, fill=False)
+                with pr.Checkpointer(tmp_path / str(writers), world=world) as checkpoints:
+                    checkpoints.load(state)
+                for name, parts in lanes_of(world).items():
+                    for found, part in zip(np.atleast_1d(state[name]), np.atleast_1d(parts), strict=True):
+                        np.testing.assert_array_equal(found.array, part.array, err_msg=name)
+
+            run_ranks(readers, load)
+
+
 def test_the_package_reads_slabs(tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     run_ranks(
@@ -163,12 +196,13 @@ def test_texts_that_are_no_slab():
         (dict(dim=0, ranges=[(0, 1)]), ["elements 0 to 4 of 0:0-1", "which has 2"]),
         (dict(ranges=[(0, 1)]), ["without dim"]),
         (dict(dim=0, ranges=[3]), ["'w'"]),
+        (dict(shape=(2, 2)), ["two tensors are named 'w'"]),
     ],
 )
 def test_arguments(tmp_path, options, words):
-    part = ArrayPart(np.zeros(4, np.float32), (4, 2), **options)
+    part = ArrayPart(np.zeros(4, np.float32), **{"shape": (4, 2), **options})
     checkpoints = pr.Checkpointer(tmp_path, world=alone())
-    refused(pr.InvalidArgument, words, lambda: checkpoints.save({"w": part}, step=1))
+    refused(pr.InvalidArgument, words, lambda: checkpoints.save({"w": [part, part]}, step=1))
 
 
 def test_names_that_look_like_slabs(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class ArrayPart:
     the elements whose index along that dim lies in one of `ranges`.
 
     array: any shape, contiguous. shape: of the whole tensor. begin: the first element that `array` holds.
-    ranges: [begin, end) each, ascending.
+    ranges: [begin, end) each, ascending. A rank with several such parts of a tensor gives a list of them.
 
         checkpoints.save({"moment": pr.checkpoint.ArrayPart(own, shape=(1000, 64), begin=first)}, step=3)
         # Rows of q, k and v, as tensor parallelism cuts them.
@@ -48,9 +48,7 @@ class ArrayState:
         self._held: list[HeldTensor] = []
         self._bytes: list[NDArray[np.uint8]] = []
         self._begins: list[int] = []
-        for name, value in arrays.items():
-            if not isinstance(name, str):
-                raise InvalidArgument(f"the name {name!r} is no text")
+        for name, value in _parts_of(arrays):
             part = value if isinstance(value, ArrayPart) else None
             array = value.array if part else value
             if isinstance(array, int | float | bool) or array is None:
@@ -108,6 +106,15 @@ class ArrayState:
 
     def set_scalars(self, state: dict[str, Any]) -> None:
         """See State."""
+
+
+def _parts_of(arrays: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in arrays.items():
+        if not isinstance(name, str):
+            raise InvalidArgument(f"the name {name!r} is no text")
+        several = isinstance(value, list | tuple) and value and all(isinstance(v, ArrayPart) for v in value)
+        for part in value if several else [value]:
+            yield name, part
 
 
 def _slab_of(name: str, part: ArrayPart | None, shape: tuple[int, ...]) -> Slab | None:

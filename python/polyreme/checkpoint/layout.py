@@ -74,12 +74,12 @@ def check_names(held: Sequence[HeldTensor]) -> None:
     Raises:
         InvalidArgument: a name twice, empty, too long, not Unicode, or one that looks like a cut of another.
     """
-    seen: set[str] = set()
+    seen: dict[str, set[Slab | None]] = {}
     for tensor in held:
-        name = tensor.name
-        if name in seen:
+        name, slabs = tensor.name, seen.setdefault(tensor.name, set())
+        if slabs and (None in slabs or tensor.slab is None or tensor.slab in slabs):
             raise InvalidArgument(f"two tensors are named {name!r}; names must differ")
-        seen.add(name)
+        slabs.add(tensor.slab)
         try:
             size = len(name.encode())
         except UnicodeEncodeError:

@@ -52,7 +52,7 @@ class CheckpointFiles:
             self._add(index, file)
         for name, parts in self._parts.items():
             self._check_cover(name, parts)
-        self._tables: dict[str, NDArray[np.int64]] = {}
+        self._tables: dict[tuple[str, Slab | None], NDArray[np.int64]] = {}
 
     def _open(self, index: int) -> _core.ShardFile:
         record = self.manifest.files[index]
@@ -97,22 +97,22 @@ class CheckpointFiles:
             if end != math.prod(slab.shape(shape) if slab else shape):
                 raise CheckpointCorrupt(f"'{self.path}': {what} ends at element {end}")
 
-    def _table(self, name: str) -> NDArray[np.int64]:
-        """Where the elements of a tensor are: rows (first, end, file, byte), ascending, every element once."""
-        table = self._tables.get(name)
+    def _table(self, name: str, inside: Slab | None) -> NDArray[np.int64]:
+        """Where the elements of a tensor, or of a slab that the files have, are: rows (first, end, file, byte),
+        ascending, every element once."""
+        table = self._tables.get((name, inside))
         if table is None:
             record = self.manifest.tensors[name]
             rows = []
             for part in self._parts[name]:
-                runs = flat_runs(part.slab, record.shape, part.begin, part.end)
-                begins, counts = runs.T
-                bytes_before = (np.cumsum(counts) - counts) * ITEM_BYTES[record.dtype]
-                rows.append(
-                    np.stack(
-                        [begins, begins + counts, np.full_like(begins, part.file), part.at + bytes_before],
-                        axis=1,
+                if inside is None or part.slab == inside:
+                    slab = part.slab if inside is None else None
+                    runs = flat_runs(slab, record.shape, part.begin, part.end)
+                    begins, counts = runs.T
+                    at = part.at + (np.cumsum(counts) - counts) * ITEM_BYTES[record.dtype]
+                    rows.append(
+                        np.stack([begins, begins + counts, np.full_like(begins, part.file), at], axis=1)
                     )
-                )
             table = np.concatenate(rows)
             table = table[np.argsort(table[:, 0], kind="stable")]
             # What several slabs have is taken from the first of them.
@@ -120,14 +120,16 @@ class CheckpointFiles:
             skipped = np.maximum(taken - table[:, 0], 0)
             table[:, 0] += skipped
             table[:, 3] += skipped * ITEM_BYTES[record.dtype]
-            self._tables[name] = table = table[table[:, 0] < table[:, 1]]
+            self._tables[name, inside] = table = table[table[:, 0] < table[:, 1]]
         return table
 
     def _rows(self, name: str, slab: Slab | None, begin: int, end: int, place: int) -> NDArray[np.int64]:
         """What to read for elements [begin, end) of a slab: rows (file, byte, bytes, place)."""
-        record, table = self.manifest.tensors[name], self._table(name)
+        # A slab that was saved as such is one run of its own elements, not one for each row of the tensor.
+        inside = slab if any(part.slab == slab for part in self._parts[name]) else None
+        record, table = self.manifest.tensors[name], self._table(name, inside)
         item = ITEM_BYTES[record.dtype]
-        wanted = flat_runs(slab, record.shape, begin, end)
+        wanted = flat_runs(None if inside else slab, record.shape, begin, end)
         starts, counts = wanted.T
         ends, places = starts + counts, place + (np.cumsum(counts) - counts) * item
         first = np.searchsorted(table[:, 0], starts, "right") - 1

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
+from ..environment import memory_segment
 from ..errors import CheckpointError, CommError, Error
 from . import directory as names
 from .layout import HeldTensor, State, WritePlan, entry_of, join_errors
@@ -121,6 +122,7 @@ class SaveJob:
     extras: dict[str, Any]
     keep: int
     timeout_s: float
+    segment: str = ""  # of memory, if that is where it goes
     error: Error | None = None
     seconds: float = 0.0
     num_bytes: int = 0
@@ -176,6 +178,8 @@ class SaveJob:
     def _write(self) -> list[tuple[str, int, int]]:
         if not self.shards:
             return []
+        if self.segment:
+            self._check_room()
         path = os.path.join(self.directory, names.hidden_name("tmp", self.step, self.generation))
         self.files.make_directory(path)
         written = []
@@ -191,6 +195,15 @@ class SaveJob:
             self.num_bytes += size
         self.files.sync_directory(path)
         return written
+
+    def _check_room(self) -> None:
+        """Memory that is not there would be taken from the training, or end it."""
+        needed, free = sum(self.plan.bytes_of_rank), memory_segment.free_bytes(self.segment)
+        if needed > free:
+            raise CheckpointError(
+                f"a copy in memory takes {needed} bytes; {free} are free in '{self.segment}': make /dev/shm larger, or"
+                " leave memory_every out"
+            )
 
     # ---- the commit ----
 
