@@ -10,9 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import checkpoint, data, errors, lr, models, schedule, testing
+    from . import checkpoint, data, errors, layers, lr, models, schedule, testing
     from ._core import __version__
     from .checkpoint import Checkpointer
+    from .dry_run import Forecast, forecast
     from .errors import (
         CheckpointCorrupt,
         CheckpointError,
@@ -80,6 +81,7 @@ __all__ = [
     "forecast",
     "generate",
     "init",
+    "layers",
     "lr",
     "measure_peak_flops",
     "models",
@@ -104,7 +106,7 @@ _MODULE_OF = {
     "generate": "generation",
     "measure_peak_flops": "gemm_rate",
 }
-_SUBMODULES = ("checkpoint", "data", "errors", "lr", "models", "schedule", "testing")
+_SUBMODULES = ("checkpoint", "data", "errors", "layers", "lr", "models", "schedule", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -74,7 +74,6 @@ def make_world(
 def make_local_worlds(
     *, size: int, num_threads: int, isa: str, executor: str, schedule_seed: int, timeout_s: float
 ) -> list[World]: ...
-
 def make_dry_world(*, rank: int, size: int) -> tuple[World, Callable[[], dict[str, int]]]: ...
 
 class MeshLayout:
@@ -205,6 +204,7 @@ class GptConfig:
         dtype: str,
         norm_dtype: str,
         logits_dtype: str,
+        replace: dict[str, Any],
     ) -> None: ...
 
 class LlamaConfig:
@@ -226,6 +226,7 @@ class LlamaConfig:
         dtype: str,
         norm_dtype: str,
         logits_dtype: str,
+        replace: dict[str, Any],
     ) -> None: ...
 
 def model_param_specs(config: GptConfig | LlamaConfig) -> list[dict[str, Any]]: ...

@@ -23,7 +23,7 @@ __all__ = ["Forecast", "forecast"]
 class Forecast:
     """What one rank needs.
 
-    rank: in the mesh. coordinates: its place along each axis.
+    rank: in the mesh. coordinates: its place along each axis that was named.
     peak_bytes: the most device memory at once, over the making of the trainer and its steps: weights, optimizer,
         gradients, activations, gathered weights, buckets. `World.memory` gives the same of a real run; there what
         runs in the background may let go of its memory earlier, so that this is the most it can be.
@@ -39,7 +39,12 @@ class Forecast:
 
 
 def forecast(
-    model: Model, axes: dict[str, int], *, ranks: Iterable[int] | None = None, seq_len: int | None = None, **options: Any
+    model: Model,
+    axes: dict[str, Any],
+    *,
+    ranks: Iterable[int] | None = None,
+    seq_len: int | None = None,
+    **options: Any,
 ) -> list[Forecast]:
     """Memory and traffic of a step of `Trainer(model, Mesh(world, **axes), **options)`, for each rank.
 
@@ -70,7 +75,7 @@ def forecast(
 
 
 def _of_rank(
-    model: Model, axes: dict[str, int], rank: int, size: int, seq_len: int, options: dict[str, Any]
+    model: Model, axes: dict[str, Any], rank: int, size: int, seq_len: int, options: dict[str, Any]
 ) -> Forecast:
     if not 0 <= check_int("forecast: ranks", rank, 0) < size:
         raise InvalidArgument(f"forecast: rank {rank} of {size}; expected 0 to {size - 1}")
@@ -79,14 +84,14 @@ def _of_rank(
     mesh = Mesh(world, **axes)
     trainer = Trainer(model, mesh, **options)
     batch = np.zeros((trainer.global_batch // mesh.size("dp"), seq_len), dtype=np.int32)
-    trainer.step(batch, batch)
+    trainer._engine.train_batch(batch, batch, 0.0)  # `step` would look at the batches of other ranks, too
     before = traffic()
-    trainer.step(batch, batch)
+    trainer._engine.train_batch(batch, batch, 0.0)
     memory = world.memory()
     sent = {name: count - before.get(name, 0) for name, count in traffic().items()}
     return Forecast(
         rank=rank,
-        coordinates={axis: mesh.coordinate(axis) for axis in mesh.order},
+        coordinates={axis: mesh.coordinate(axis) for axis in axes},
         peak_bytes=memory["peak_bytes"],
         kept_bytes=memory["in_use_bytes"],
         sent_bytes={name: count for name, count in sent.items() if count},

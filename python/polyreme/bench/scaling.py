@@ -67,7 +67,7 @@ class ScalingOptions:
 
     sizes: numbers of ranks; the smallest is what efficiency refers to. Empty: by the job.
     kinds: "weak": `batch` samples for each rank; "strong": `batch` for each rank of the largest size, over all ranks.
-    axis: "dp", or "pp": a pipeline of as many stages. There micro_batches takes the place of `batch`: those of a
+    axis: "dp", "tp", or "pp": a pipeline of as many stages. There micro_batches takes the place of `batch`: those of a
         step on the largest size, and each rank's share of their samples on the others.
     zeros, precisions, sums, bucket_mibs, overlaps, schedules, micro_batches: every combination is measured.
     threads: of each rank, which is pinned to as many CPUs.
@@ -96,12 +96,8 @@ class ScalingOptions:
     warmup: int = 1
 
     def __post_init__(self) -> None:
-        if self.axis == "tp":
-            raise NotAvailable(
-                "--axis tp: the Trainer of this version trains along dp and pp only; use --axis dp"
-            )
-        if self.axis not in ("dp", "pp"):
-            raise InvalidArgument(f"--axis {self.axis}: expected dp or pp")
+        if self.axis not in ("dp", "tp", "pp"):
+            raise InvalidArgument(f"--axis {self.axis}: expected dp, tp or pp")
         _check_list("--kinds", self.kinds, KINDS)
         _check_list("--precision", self.precisions)
         _check_list("--zero", self.zeros)

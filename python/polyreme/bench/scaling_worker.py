@@ -199,7 +199,7 @@ def _measure(job: _Job, tell: Callable[[dict[str, Any], list[dict[str, Any]]], N
             tell(settings, [{"record": "turn", "repeat": repeat, **dataclasses.asdict(case), **result}])
             if job.world.rank == 0 and sys.stderr.isatty():
                 print(f"\rturn {number + 1} of {options.repeats * len(cases)} ", end="", file=sys.stderr)
-    _check_losses(turns)
+    _check_losses(turns, options.axis)
     tell(settings, summarise(options, turns))
 
 
@@ -242,7 +242,8 @@ def _train(job: _Job, case: Case, environment: RankEnvironment) -> dict[str, Any
     """The turn on a rank that takes part in it."""
     options = job.options
     world = pr.init(environment=environment, num_threads=options.threads, isa=options.isa)
-    mesh = pr.Mesh(world, **{options.axis: world.size})
+    axes: dict[str, Any] = {options.axis: world.size}
+    mesh = pr.Mesh(world, **axes)
     trainer = pr.Trainer(
         options.model,
         mesh,
@@ -297,12 +298,17 @@ def _tokens(options: ScalingOptions, case: Case, step: int) -> Any:
     return np.random.default_rng(step).integers(0, options.model.vocab, shape, dtype=np.int32)
 
 
-def _check_losses(turns: dict[Case, list[dict[str, Any]]]) -> None:
-    """Equal batches have equal losses to the last bit at the first step, whoever computed them."""
-    seen: dict[tuple[int, str], tuple[Case, float]] = {}
+def _check_losses(turns: dict[Case, list[dict[str, Any]]], axis: str) -> None:
+    """Equal batches have equal losses to the last bit at the first step, whoever computed them.
+
+    Along tp those of one size: every size has as many lanes as ranks, which is the least work.
+    """
+    seen: dict[tuple[int, str, int], tuple[Case, float]] = {}
     for case, results in turns.items():
         for result in results:
-            other, loss = seen.setdefault((case.batch, case.precision), (case, result["loss"]))
+            other, loss = seen.setdefault(
+                (case.batch, case.precision, case.size if axis == "tp" else 0), (case, result["loss"])
+            )
             if result["loss"] != loss:
                 raise Error(
                     f"bench scaling: the first loss of {case} is {result['loss']!r}, of {other} {loss!r}; equal bits"

@@ -82,13 +82,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--steps", type=int, default=3, metavar="N", help="after one warm-up, in turn (default 3)"
     )
     step.add_argument(
-        "--against", default="", metavar="LIST", help="torch, torch-compile, torch-ddp, torch-fsdp, deepspeed"
+        "--against",
+        default="",
+        metavar="LIST",
+        help="torch, torch-compile, torch-ddp, torch-fsdp, deepspeed; torch-pipelining along pp",
     )
+    step.add_argument("--axis", default="dp", help="that the ranks are along: dp (default), tp, pp")
     step.add_argument(
         "--ranks",
         type=int,
         metavar="N",
-        help="processes of every contender (default 1, or 2 against torch-ddp, torch-fsdp or deepspeed)",
+        help="processes of every contender (default 1, or 2 along tp and pp and against rivals that train on several)",
     )
     step.add_argument(
         "--zero", type=int, default=0, metavar="N", help="stage of ours and of DeepSpeed (default 0)"
@@ -183,7 +187,8 @@ def _step(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         batch=args.batch,
         micro_batch=args.batch if args.micro_batch is None else args.micro_batch,
         threads=args.threads,
-        ranks=args.ranks or (2 if set(against) & set(DISTRIBUTED) else 1),
+        ranks=args.ranks or (2 if args.axis != "dp" or set(against) & set(DISTRIBUTED) else 1),
+        axis=args.axis,
         zero=args.zero,
         precision=args.precision,
         isa=args.isa,

@@ -33,7 +33,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--axis", default="dp", help="of the mesh that grows: dp (default), or pp, a stage for each rank")
+    add("--axis", default="dp", help="of the mesh that grows: dp (default), tp, or pp, a stage for each rank")
     add("--sizes", default="", metavar="LIST", help="numbers of ranks (default: 1,2,4,... up to the job's)")
     add("--kinds", default="weak", metavar="LIST", help="weak (default), strong")
     add("--zero", default="0", metavar="LIST", help="ZeRO stages (default 0)")
