@@ -80,7 +80,9 @@ def train(world, model, *, pp=1, **options):
     rows, place = 4 // mesh.size("dp"), mesh.coordinate("dp")
     part = slice(place * rows, (place + 1) * rows)
     norms = [trainer.step(tokens[part], targets[part]) for tokens, targets in DATA]
-    return [(s.loss.hex(), s.grad_norm.hex()) for s in norms], fingerprint(trainer), trainer.parameter_names()
+    state = None if trainer.frozen else fingerprint(trainer)
+    weights = [trainer.parameter(name).tobytes() for name in trainer.parameter_names()]
+    return [(s.loss.hex(), s.grad_norm.hex()) for s in norms], state, weights
 
 
 def alone(model, **options):
@@ -101,7 +103,7 @@ def test_a_linear_layer_has_the_native_bits():
 @pytest.mark.parametrize("seed", range(2))
 def test_on_the_deferred_device(seed):
     def run(world):
-        return train(world, LINEAR, pp=2, schedule=pr.schedule.zb_v(), micro_batch=1, split=[1, 1, 1, 0])
+        return train(world, LINEAR, pp=2, schedule=pr.schedule.zb_h1(), micro_batch=1, split=[1, 2])
 
     assert run_ranks(2, run, executor="deferred", schedule_seed=seed) == [alone(NATIVE)] * 2
 
@@ -187,7 +189,9 @@ def test_what_goes_wrong_names_the_place():
         model = pr.models.GPT(**SIZES, replace={"h.1.mlp.gelu": Broken()})
         refused(pr.errors.Error, ["'h.1.mlp.gelu'", *message], lambda: train(world, model, **options))
 
-    run_ranks(1, lambda world: run(world, ["ZeroDivisionError", "none left"], micro_batch=4))
+    run_ranks(
+        1, lambda world: run(world, ["ZeroDivisionError", "none left"], micro_batch=4, lanes=pr.Lanes(dp=1))
+    )
     run_ranks(1, lambda world: run(world, ["returned", "[16, 1]", "expected [16, 24]"], micro_batch=2))
 
 
@@ -195,7 +199,7 @@ def test_refusals():
     def make(replace):
         return lambda: pr.models.GPT(**SIZES, replace=replace).param_specs()
 
-    refused(pr.InvalidArgument, ["'h.*.gelu'", "h.0.mlp.gelu", "ln_f"], make({"h.*.gelu": Gelu()}))
+    refused(pr.InvalidArgument, ["'h.*.silu'", "h.0.mlp.gelu", "ln_f"], make({"h.*.silu": Gelu()}))
     refused(pr.InvalidArgument, ["'ln_f'", "Layer"], make({"ln_f": 3}))
     refused(pr.InvalidArgument, ["cut='row'"], lambda: pr.layers.Parameter(shape=(3,), cut="row"))
 
