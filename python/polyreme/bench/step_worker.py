@@ -14,10 +14,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import filterfalse
 from typing import Any
 
 import numpy as np
 
+from .pipeline_times import is_of_stage
 from .torch_rivals import CLIP_NORM, EPS, LR, RIVALS, WEIGHT_DECAY, Step
 
 DAY_S = 86400.0  # how long ranks may wait for the turns of others
@@ -79,7 +81,7 @@ def make_polyreme(settings: dict[str, Any]) -> Contender:
 
     def finish() -> dict[str, Any]:
         breakdown: dict[str, float] = {}  # of the last step
-        for span in world._core.spans():
+        for span in filterfalse(is_of_stage, world._core.spans()):
             breakdown[span["kind"]] = breakdown.get(span["kind"], 0.0) + 1e-9 * (
                 span["end_ns"] - span["start_ns"]
             )
