@@ -109,7 +109,8 @@ SharedGroup::SharedGroup(std::shared_ptr<SharedMemory> memory, int rank, int siz
       rank_(rank),
       size_(size),
       options_(std::move(options)),
-      self_(this_process()) {
+      self_(this_process()),
+      terms_(static_cast<size_t>(size)) {
   const GroupBlock& header = group();
   const bool ours = memory_->size_bytes() >= sizeof(GroupBlock) && header.magic == kSegmentMagic;
   require<CommError>(ours, "group '", options_.name, "', rank ", rank,
@@ -159,7 +160,6 @@ void SharedGroup::begin(const CollectiveCall& call, std::chrono::milliseconds li
     call_ = call;
   }
   limit_ = limit;
-  mine().mail[slot()].call = call;
   opening_ = true;
 }
 
@@ -184,8 +184,10 @@ void SharedGroup::meet() {
     int first_missing_ = 0;
   };
   Meeting meeting(*this, slot());
+  Mail& mail = mine().mail[slot()];
+  if (opening_) mail.call = call_;  // no sooner: a peer that waits would fetch the line once more
   // Sequentially consistent, as what is read next: either the sleeper is seen there, or it sees this arrival.
-  mine().mail[slot()].arrived.store(++meetings_, std::memory_order_seq_cst);
+  mail.arrived.store(++meetings_, std::memory_order_seq_cst);
   ring_if_asleep(group().arrivals);
   await(meeting, group().arrivals);
   if (opening_) compare_calls(meeting.slot_);
