@@ -84,7 +84,7 @@ void bind_model(py::module_& m) {
   py::class_<GptConfig>(m, "GptConfig")
       .def(py::init([](int64_t layers, int64_t hidden, int64_t heads, int64_t vocab, int64_t seq_len,
                        int64_t mlp_hidden, float dropout, bool tied, float layer_norm_eps, double init_std,
-                       bool recompute, const std::string& dtype, const std::string& norm_dtype,
+                       const std::string& recompute, const std::string& dtype, const std::string& norm_dtype,
                        const std::string& logits_dtype) {
              return GptConfig{.layers = layers,
                               .hidden = hidden,
@@ -96,7 +96,7 @@ void bind_model(py::module_& m) {
                               .tied = tied,
                               .layer_norm_eps = layer_norm_eps,
                               .init_std = init_std,
-                              .recompute = recompute,
+                              .recompute = recompute_from_name(recompute),
                               .dtype = dtype_from_name(dtype),
                               .norm_dtype = dtype_from_name(norm_dtype),
                               .logits_dtype = dtype_from_name(logits_dtype)};
@@ -115,8 +115,8 @@ void bind_model(py::module_& m) {
   py::class_<LlamaConfig>(m, "LlamaConfig")
       .def(py::init([](int64_t layers, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t mlp_hidden,
                        int64_t vocab, int64_t seq_len, double rope_theta, float norm_eps, double init_std,
-                       bool tied, bool recompute, const std::string& dtype, const std::string& norm_dtype,
-                       const std::string& logits_dtype) {
+                       bool tied, const std::string& recompute, const std::string& dtype,
+                       const std::string& norm_dtype, const std::string& logits_dtype) {
              return LlamaConfig{.layers = layers,
                                 .hidden = hidden,
                                 .heads = heads,
@@ -128,7 +128,7 @@ void bind_model(py::module_& m) {
                                 .norm_eps = norm_eps,
                                 .init_std = init_std,
                                 .tied = tied,
-                                .recompute = recompute,
+                                .recompute = recompute_from_name(recompute),
                                 .dtype = dtype_from_name(dtype),
                                 .norm_dtype = dtype_from_name(norm_dtype),
                                 .logits_dtype = dtype_from_name(logits_dtype)};
@@ -153,9 +153,10 @@ void bind_engine(py::module_& m) {
   bind_model(m);
   py::class_<Engine>(m, "Engine")
       .def(py::init([](World& world, Mesh& mesh, const ModelConfig& config, int64_t global_batch,
-                       int64_t micro_batch, int64_t lanes_dp, uint64_t seed, float clip_norm, int zero_stage,
-                       int64_t shard_size, int64_t bucket_bytes, bool overlap, bool round_first,
-                       int64_t prefetch, int64_t persist_below, const LossScalerOptions& loss_scale,
+                       int64_t micro_batch, int64_t lanes_dp, int64_t lanes_tp, uint64_t seed,
+                       float clip_norm, int zero_stage, int64_t shard_size, int64_t bucket_bytes,
+                       bool overlap, bool round_first, const std::string& gradient_dtype, int64_t prefetch,
+                       int64_t persist_below, bool gather_for_step, const LossScalerOptions& loss_scale,
                        int64_t max_skipped, const py::dict& optimizer,
                        const std::optional<pipeline::Schedule>& schedule, std::vector<int> split) {
              const EngineOptions options{.global_batch = global_batch,
@@ -168,20 +169,26 @@ void bind_engine(py::module_& m) {
                                                   .bucket_bytes = bucket_bytes,
                                                   .overlap = overlap,
                                                   .round_first = round_first,
+                                                  .wire = dtype_from_name(gradient_dtype),
                                                   .prefetch = prefetch,
-                                                  .persist_below = persist_below},
+                                                  .persist_below = persist_below,
+                                                  .gather_for_step = gather_for_step},
                                          .loss_scale = loss_scale,
                                          .max_skipped = max_skipped,
                                          .optimizer = optimizer_options(optimizer),
                                          .pipeline = {.schedule = schedule, .split = std::move(split)}};
              // Not as a call_guard, under which pybind11 would register the new object too.
              const Interruptible call(&world.communicator());
-             return std::make_unique<Engine>(world.device(), mesh, build_model(config), options);
+             const int64_t tp = mesh.layout().size("tp");
+             const TensorLanes lanes{lanes_tp > 0 ? lanes_tp : tp, tp};
+             check_lanes("tp", lanes.lanes, tp);
+             return std::make_unique<Engine>(world.device(), mesh, build_model(config, lanes), options);
            }),
            "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
-           "seed"_a, "clip_norm"_a, "zero_stage"_a, "shard_size"_a, "bucket_bytes"_a, "overlap"_a,
-           "round_first"_a, "prefetch"_a, "persist_below"_a, "loss_scale"_a, "max_skipped"_a, "optimizer"_a,
-           "schedule"_a, "split"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+           "lanes_tp"_a, "seed"_a, "clip_norm"_a, "zero_stage"_a, "shard_size"_a, "bucket_bytes"_a,
+           "overlap"_a, "round_first"_a, "gradient_dtype"_a, "prefetch"_a, "persist_below"_a,
+           "gather_for_step"_a, "loss_scale"_a, "max_skipped"_a, "optimizer"_a, "schedule"_a, "split"_a,
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def(
           "train_step",
           [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
@@ -268,7 +275,8 @@ void bind_engine(py::module_& m) {
              py::list result;
              for (const StatePart& part : engine.state_parts())
                result.append(py::make_tuple(part.kind, specs[static_cast<size_t>(part.param)].name,
-                                            dtype_name(part.tensor.dtype()), part.begin, part.size));
+                                            dtype_name(part.tensor.dtype()), part.begin, part.size,
+                                            part.part.dim, part.part.ranges));
              return result;
            })
       .def(
@@ -305,6 +313,7 @@ void bind_engine(py::module_& m) {
             engine.loss_scaler().load({std::get<0>(state), std::get<1>(state), std::get<2>(state)});
           })
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
+      .def_property_readonly("lanes_tp", [](const Engine& engine) { return engine.model().lanes.lanes; })
       .def_property_readonly("num_parameters", [](const Engine& engine) { return engine.num_parameters(); });
 }
 

@@ -205,12 +205,13 @@ void bind_optim(py::module_& m) {
   py::class_<ArrayOptimizer>(m, "ShardedOptimizer")
       .def(py::init([](World& world, const Mesh& mesh, const std::vector<std::string>& axes,
                        const std::vector<ParamTuple>& params, int stage, int64_t lanes, int64_t micro_batches,
-                       int64_t bucket_bytes, float clip_norm, double norm_type, bool stochastic_rounding,
-                       uint64_t seed, const py::dict& rule) {
+                       int64_t bucket_bytes, const std::string& gradient_dtype, float clip_norm,
+                       double norm_type, bool stochastic_rounding, uint64_t seed, const py::dict& rule) {
              const ShardedOptimizerOptions options{.stage = stage,
                                                    .lanes = lanes,
                                                    .micro_batches = micro_batches,
                                                    .bucket_bytes = bucket_bytes,
+                                                   .wire = dtype_from_name(gradient_dtype),
                                                    .clip_norm = clip_norm,
                                                    .norm_type = norm_type,
                                                    .stochastic_rounding = stochastic_rounding,
@@ -220,8 +221,8 @@ void bind_optim(py::module_& m) {
              return std::make_unique<ArrayOptimizer>(world, mesh, axes, params, options);
            }),
            "world"_a, "mesh"_a, "axes"_a, "params"_a, py::kw_only(), "stage"_a, "lanes"_a, "micro_batches"_a,
-           "bucket_bytes"_a, "clip_norm"_a, "norm_type"_a, "stochastic_rounding"_a, "seed"_a, "rule"_a,
-           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+           "bucket_bytes"_a, "gradient_dtype"_a, "clip_norm"_a, "norm_type"_a, "stochastic_rounding"_a,
+           "seed"_a, "rule"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("add", &ArrayOptimizer::add, "param"_a, "grad"_a)
       .def("end_micro_batch", &ArrayOptimizer::end_micro_batch)
       .def("restart", &ArrayOptimizer::restart)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/math.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -46,6 +47,20 @@ HostBatch read_samples(const Model& model, const TokenDataset& data, int64_t cou
     data.read_sample(sample(i), seq_len, model.vocab, &batch.tokens[static_cast<size_t>(i * seq_len)],
                      &batch.targets[static_cast<size_t>(i * seq_len)]);
   return batch;
+}
+
+HostBatch padded(const HostBatch& batch, int64_t multiple) {
+  const int64_t from = batch.seq_len, to = round_up(from, multiple);
+  HostBatch result{.num_samples = batch.num_samples, .seq_len = to};
+  const auto stretch = [&](const std::vector<int32_t>& values, int32_t filler) {
+    std::vector<int32_t> out(values.empty() ? 0 : static_cast<size_t>(batch.num_samples * to), filler);
+    for (int64_t i = 0; !values.empty() && i < batch.num_samples; ++i)
+      std::copy_n(values.begin() + i * from, from, out.begin() + i * to);
+    return out;
+  };
+  result.tokens = stretch(batch.tokens, 0);
+  result.targets = stretch(batch.targets, kIgnoreIndex);
+  return result;
 }
 
 std::string samples_of(const TokenDataset& data) {

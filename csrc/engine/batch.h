@@ -30,6 +30,9 @@ int64_t count_valid(const HostBatch& batch);
 // Samples sample(0..count) of `data`. Throws InvalidArgument for tokens outside the vocabulary, OutOfMemory.
 HostBatch read_samples(const Model& model, const TokenDataset& data, int64_t count,
                        const std::function<int64_t(int64_t)>& sample);
+// Every sample followed by ignored tokens up to a multiple of `multiple` tokens. Changes neither loss nor
+// gradients: nothing looks ahead, and what follows adds zeros.
+HostBatch padded(const HostBatch& batch, int64_t multiple);
 // What tells data sets apart, whatever their files are called on each rank.
 std::string samples_of(const TokenDataset& data);
 // `batch` must live until `stream` was synchronized.

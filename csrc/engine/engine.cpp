@@ -26,6 +26,7 @@ void check_zero(ZeroOptions& zero, int64_t dp) {
       "shard_size=", zero.shard_size, " with dp=", dp,
       "; expected dp, or a power of two that divides it (a group of another size is no subtree of the sum)");
   require(zero.bucket_bytes >= 1, "bucket_bytes=", zero.bucket_bytes, "; expected at least 1");
+  check_wire(zero.wire);
   require(zero.prefetch >= 0, "prefetch=", zero.prefetch, "; expected 0 or more layers");
   require(zero.persist_below >= 0, "persist_below=", zero.persist_below, "; expected 0 or more elements");
 }
@@ -44,6 +45,10 @@ EngineOptions checked(EngineOptions options, const Communicator& dp) {
   require(options.global_batch % options.lanes_dp == 0, "global_batch=", options.global_batch,
           " is not divisible by lanes.dp=", options.lanes_dp,
           "; every lane needs the same number of samples");
+  const std::vector<uint8_t>& trainable = options.optimizer.trainable;
+  require(
+      trainable.empty() || std::any_of(trainable.begin(), trainable.end(), [](uint8_t t) { return t != 0; }),
+      "every parameter is frozen: there is nothing to train");
   return options;
 }
 
@@ -61,44 +66,63 @@ bool has_axis(const Mesh& mesh, const std::string& name) {
   return false;
 }
 
-StagePart part_of(const Model& model, const Mesh& mesh, const EngineOptions& options) {
-  const int stages = has_axis(mesh, "pp") ? mesh.layout().size("pp") : 1;
+int size_of(const Mesh& mesh, const std::string& name) {
+  return has_axis(mesh, name) ? mesh.layout().size(name) : 1;
+}
+
+std::unique_ptr<TensorParallel> tensor_parallel(const Model& model, const Mesh& mesh,
+                                                const EngineOptions& options) {
+  const int64_t size = size_of(mesh, "tp"), lanes = model.lanes.lanes;
+  require(model.lanes.size == size, "the model was built for tp=", model.lanes.size,
+          ", the mesh has tp=", size, "; build it for the mesh");
+  if (lanes == 1) return nullptr;
+  const std::string& rule = options.optimizer.rule;
+  require<NotAvailable>(
+      rule != "lamb" && rule != "muon", "optimizer '", rule, "' with lanes.tp=", lanes,
+      ": this version has no norms or matrices over parts of a parameter; use adamw, sgd or lion,"
+      " or tp=1 and lanes.tp=1");
+  return std::make_unique<TensorParallel>(mesh.group({"tp"}), lanes);
+}
+
+StagePart part_of(const Model& model, const Mesh& mesh, const EngineOptions& options,
+                  const TensorParallel* tp) {
+  const LaneRange lanes = tp ? tp->lanes() : LaneRange{};
+  const int stages = size_of(mesh, "pp");
   if (!options.pipeline.schedule) {
     require(stages == 1, "the mesh has pp=", stages, ", but there is no schedule for its stages; give one");
-    return whole_model(model);
+    return whole_model(model, lanes);
   }
   require(has_axis(mesh, "pp"), "a schedule needs a mesh with the axis pp, of any size");
   const pipeline::Schedule& schedule = *options.pipeline.schedule;
   require(schedule.num_ranks() == stages, "the schedule is for ", schedule.num_ranks(),
           " stages, the mesh has pp=", stages, "; make it for stages=", stages);
-  const std::vector<uint8_t>& trainable = options.optimizer.trainable;
-  require<NotAvailable>(std::find(trainable.begin(), trainable.end(), 0) == trainable.end(),
-                        "frozen parameters with a pipeline: this version has them without one; use pp=1");
-  return make_stage_part(model, schedule, mesh.coordinate("pp"), options.pipeline.split);
+  return make_stage_part(model, schedule, mesh.coordinate("pp"), options.pipeline.split, lanes);
 }
 
-// By parameter of the part: what may share a unit. Chunks are at different lanes at a time, and shared
-// parameters are complete later.
+// By parameter of the part: what may share a unit. Chunks are at different lanes at a time, shared parameters
+// are complete later, and what tp does not cut is summed over it.
 std::vector<int> chunk_of_params(const StagePart& part) {
   std::vector<int> chunks;
   for (size_t param = 0; param < part.registry.specs().size(); ++param) {
     const auto layer = static_cast<size_t>(part.registry.layers_of(static_cast<int>(param)).front());
     int chunk = 0;
     while (part.chunks[static_cast<size_t>(chunk)].end <= layer) ++chunk;
-    chunks.push_back(chunk);
+    const bool is_whole = part.lanes.lanes > 1 && !is_cut(part.registry.specs()[param], "tp");
+    chunks.push_back(chunk + (is_whole ? static_cast<int>(part.chunks.size()) : 0));
   }
-  int alone = static_cast<int>(part.chunks.size());
+  int alone = 2 * static_cast<int>(part.chunks.size());
   for (const SharedParam& shared : part.shared)
-    if (const int local = part.local[static_cast<size_t>(shared.param)]; local >= 0)
-      chunks[static_cast<size_t>(local)] = alone++;
+    if (part.local[static_cast<size_t>(shared.param)] >= 0)
+      chunks[static_cast<size_t>(part.local_of({shared.param, 0, shared.lane}))] = alone++;
   return chunks;
 }
 
 // Chunks that use a shared parameter do not visit its unit.
 UnitPlan shared_kept_whole(UnitPlan plan, const StagePart& part) {
   for (const SharedParam& shared : part.shared)
-    if (const int local = part.local[static_cast<size_t>(shared.param)]; local >= 0)
-      plan.stays_whole[static_cast<size_t>(plan.map.unit_of(local))] = true;
+    if (part.local[static_cast<size_t>(shared.param)] >= 0)
+      plan.stays_whole[static_cast<size_t>(plan.map.unit_of(part.local_of({shared.param, 0, shared.lane})))] =
+          true;
   return plan;
 }
 
@@ -112,7 +136,8 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
       model_(std::move(model)),
       options_(checked(options, dp_)),
       stream_(device.create_stream("compute")),
-      part_(part_of(model_, mesh, options_)),
+      tp_(tensor_parallel(model_, mesh, options_)),
+      part_(part_of(model_, mesh, options_, tp_.get())),
       background_(options_.zero.overlap && dp_.size() > 1
                       ? device.create_stream("background", StreamKind::kBackground)
                       : nullptr),
@@ -121,8 +146,9 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
           make_unit_plan(part_.registry, model_.layers.size(), options_.zero, groups_.num_shards(),
                          options_of(part_, options_.optimizer), chunk_of_params(part_)),
           part_)),
-      params_(*stream_, background(), part_.registry, plan_, groups_, options_.lanes_dp / dp_.size(),
-              options_.zero, options_.loss_scale.dynamic || options_.max_skipped != 0, part_.local),
+      params_(*stream_, background(), part_.registry, plan_, groups_, tp_.get(),
+              options_.lanes_dp / dp_.size(), options_.zero,
+              options_.loss_scale.dynamic || options_.max_skipped != 0, part_),
       optimizer_(make_optimizer(*stream_, plan_.map, groups_.shard_rank(),
                                 groups_.num_shards() > 1 ? &groups_.shard() : nullptr,
                                 options_of(part_, options_.optimizer))),
@@ -136,8 +162,9 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
             options_.pipeline.schedule->micro_batches, " micro-batches; a rank's batch of ", local_batch(),
             " samples in lanes has ", expected, " of up to ", options_.micro_batch,
             ": make it for micro_batches=", expected);
-    pipeline_ = std::make_unique<PipelineRun>(*options_.pipeline.schedule, mesh.group({"pp"}), model_, part_,
-                                              *stream_, params_, loss_sum_);
+    pipeline_ = std::make_unique<PipelineRun>(
+        *options_.pipeline.schedule, mesh.group({"pp"}), model_, part_, *stream_, params_, loss_sum_,
+        options_.optimizer.trainable, pipeline::ExecutorOptions{.issue_ahead = model_.lanes.size == 1});
   }
   agree_on_settings();
   init_weights();
@@ -150,13 +177,15 @@ void Engine::agree_on_settings() {
   for (const int blocks : options_.pipeline.split) split += concat(blocks, " ");
   agree_everywhere(
       {fact("model", model_.description), fact("global_batch", options_.global_batch),
-       fact("lanes.dp", options_.lanes_dp), fact("seed", concat(options_.seed)),
-       fact("clip_norm", concat(options_.clip_norm)), fact("zero", zero.stage),
-       fact("shard_size", zero.shard_size), fact("bucket_bytes", zero.bucket_bytes),
+       fact("lanes.dp", options_.lanes_dp), fact("lanes.tp", model_.lanes.lanes),
+       fact("seed", concat(options_.seed)), fact("clip_norm", concat(options_.clip_norm)),
+       fact("zero", zero.stage), fact("shard_size", zero.shard_size), fact("bucket_bytes", zero.bucket_bytes),
        fact("overlap", zero.overlap), fact("order of sums", zero.round_first ? "round_first" : "lane_first"),
        // These change the collectives of a step only where rounds or gathers depend on them.
        fact("micro_batch", zero.round_first || zero.stage == 3 ? options_.micro_batch : 0),
+       fact("dtype of communicated gradients", std::string(dtype_name(zero.wire))),
        fact("prefetch", zero.prefetch), fact("persist_below", zero.persist_below),
+       fact("gather", zero.gather_for_step ? "step" : "use"),
        fact("loss_scale",
             concat(scale.dynamic, " ", scale.initial, " ", scale.growth, " ", scale.backoff, " ",
                    scale.interval, " ", scale.minimum, " ", scale.maximum, " ", scale.hysteresis)),
@@ -167,35 +196,20 @@ void Engine::agree_on_settings() {
 }
 
 int64_t Engine::agree_everywhere(const std::vector<Fact>& facts, std::exception_ptr refusal, int64_t addend,
-                                 const std::vector<Fact>& of_stages) {
-  // Along pp first: what one stage refuses all ranks of its dp group refuse with it.
-  if (pipeline_) {
+                                 const std::vector<Fact>& of_replica) {
+  // Along pp and tp first: what one of their ranks refuses all ranks of its dp group refuse with it.
+  std::vector<Fact> all = facts;
+  all.insert(all.end(), of_replica.begin(), of_replica.end());
+  const auto agree_along = [&](Communicator& group, const char* axis) {
     try {
-      std::vector<Fact> all = facts;
-      all.insert(all.end(), of_stages.begin(), of_stages.end());
-      agree(pipeline_->group(), *stream_, all, refusal, 0, "pp");
+      agree(group, *stream_, all, refusal, 0, axis);
     } catch (const InvalidArgument&) {
       refusal = std::current_exception();
     }
-  }
+  };
+  if (pipeline_) agree_along(pipeline_->group(), "pp");
+  if (tp_) agree_along(tp_->group(), "tp");
   return agree(dp_, *stream_, facts, refusal, addend);
-}
-
-void Engine::init_weights() {
-  const std::vector<ParamSpec>& specs = part_.registry.specs();
-  for (size_t i = 0; i < specs.size(); ++i) {
-    const ParamInit& init = specs[i].init;
-    const RandomKey key{options_.seed, RandomPurpose::kInit, static_cast<uint32_t>(text_hash(specs[i].name)),
-                        0};
-    params_.weights.write(static_cast<int>(i), [&](const Tensor& part, int64_t first) {
-      if (init.kind == ParamInit::Kind::kZeros) fill(*stream_, part, 0.0f);
-      if (init.kind == ParamInit::Kind::kOnes) fill(*stream_, part, 1.0f);
-      if (init.kind == ParamInit::Kind::kNormal)
-        fill_normal(*stream_, part, static_cast<float>(init.std), key, first);
-    });
-  }
-  if (pipeline_) pipeline_->share_weights();
-  stream_->synchronize();
 }
 
 Context Engine::make_context(const DeviceBatch& batch, int64_t begin, int64_t end, int64_t first_sample,
@@ -207,7 +221,8 @@ Context Engine::make_context(const DeviceBatch& batch, int64_t begin, int64_t en
           .batch = micro_batch,
           .training = training,
           .seed = options_.seed,
-          .step = static_cast<uint32_t>(applied_steps_)};
+          .step = static_cast<uint32_t>(applied_steps_),
+          .tp = tp_.get()};
 }
 
 // ---- a step ----
@@ -274,10 +289,15 @@ void Engine::measure_gradient() {
   // such a loss with finite gradients): its counts of NaN and inf go into the norm.
   const auto counts = [](const Tensor& limbs) { return limbs.slice(0, ExactSum::kDigits, ExactSum::kLimbs); };
   copy(*stream_, counts(loss_sum_), counts(square_sum_));
-  for (const Tensor& grads : params_.grads.own())
-    if (grads.defined()) exact_sum_squares(*stream_, grads, square_sum_);
+  for (size_t unit = 0; unit < params_.grads.own().size(); ++unit) {
+    // What all ranks of tp have alike counts once.
+    const Tensor& grads = params_.grads.own()[unit];
+    const bool counts_here = !tp_ || plan_.is_cut[unit] || tp_->rank() == 0;
+    if (grads.defined() && counts_here) exact_sum_squares(*stream_, grads, square_sum_);
+  }
   if (groups_.num_shards() > 1)
     groups_.shard().all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
+  if (tp_) tp_->group().all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   sum_along_pp(square_sum_);
   clip_scale(*stream_, square_sum_, options_.clip_norm, clip_scale_, 1.0 / scaler_.scale());
 }
@@ -325,15 +345,19 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   } catch (const InvalidArgument&) {
     refusal = std::current_exception();
   }
-  const int64_t valid = agree_everywhere({{"learning rate", std::bit_cast<int64_t>(lr), concat(lr)},
-                                          fact("number of steps so far", applied_steps_),
-                                          fact("seq_len", batch.seq_len),
-                                          fact("source of samples", source)},
-                                         refusal, count_valid(batch), {fact("batch", content_of(batch))});
+  const int64_t valid =
+      agree_everywhere({{"learning rate", std::bit_cast<int64_t>(lr), concat(lr)},
+                        fact("number of steps so far", applied_steps_),
+                        {"loss scale", std::bit_cast<int64_t>(scaler_.scale()), concat(scaler_.scale())},
+                        fact("seq_len", batch.seq_len),
+                        fact("source of samples", source)},
+                       refusal, count_valid(batch), {fact("batch", content_of(batch))});
   const WaitAtExit wait(*stream_), wait_background(background());
-  const DeviceBatch on_device = upload(*stream_, batch);
+  const HostBatch stretched = tp_ ? padded(batch, model_.lanes.lanes) : HostBatch();
+  const DeviceBatch on_device = upload(*stream_, tp_ ? stretched : batch);
   zero_limbs(*stream_, loss_sum_);
-  const double loss_scale = grad_scale_ = scaler_.scale();
+  const double loss_scale = scaler_.scale();
+  grad_scale_ = loss_scale;
   run_lanes(on_device, valid == 0 ? 0.0f : static_cast<float>(loss_scale / static_cast<double>(valid)));
   dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   sum_along_pp(loss_sum_);
@@ -453,10 +477,13 @@ std::vector<float> Engine::logits(const HostBatch& batch) {
   }
   if (pipeline_) return pipeline_logits(batch, refusal);
   const bool is_local = options_.zero.stage < 3 || groups_.num_shards() == 1;
+  const std::vector<Fact> shape = {fact("num_samples", batch.num_samples), fact("seq_len", batch.seq_len)};
+  if (tp_) agree(tp_->group(), *stream_, shape, refusal, 0, "tp");
   if (!is_local) agree(dp_, *stream_, {}, refusal);
   if (refusal) std::rethrow_exception(refusal);
   std::vector<float> result(static_cast<size_t>(batch.num_samples * batch.seq_len * model_.vocab));
   if (batch.num_samples == 0 && is_local) return result;
+  const HostBatch stretched = tp_ ? padded(batch, model_.lanes.lanes) : HostBatch();
   const WaitAtExit wait(*stream_), wait_background(background());
   const LayerRange layers{0, model_.layers.size() - 1};
   plan_visits(1, layers.end, /*with_backward=*/false);
@@ -464,8 +491,10 @@ std::vector<float> Engine::logits(const HostBatch& batch) {
     skip_forward(layers, params_.weights);
     return result;
   }
-  const Context context = make_context(upload(*stream_, batch), 0, batch.num_samples, 0, /*training=*/false);
+  const Context context = make_context(upload(*stream_, tp_ ? stretched : batch), 0, batch.num_samples, 0,
+                                       /*training=*/false);
   const Tensor scores = run_forward(model_, layers, context, params_.weights, {}, nullptr);
+  if (tp_) return joined_logits(scores, batch, stretched);
   copy_to_host(*stream_, wide(*stream_, scores), result.data());
   stream_->synchronize();
   return result;
@@ -475,13 +504,19 @@ std::vector<float> Engine::pipeline_logits(const HostBatch& batch, const std::ex
   Communicator& stages = pipeline_->group();
   agree(stages, *stream_, {fact("num_samples", batch.num_samples), fact("seq_len", batch.seq_len)}, refusal,
         0, "pp");
-  const Shape shape{batch.num_samples * batch.seq_len, model_.vocab};
-  std::vector<float> result(static_cast<size_t>(shape.numel()));
+  const HostBatch stretched = tp_ ? padded(batch, model_.lanes.lanes) : HostBatch();
+  if (tp_)
+    agree(tp_->group(), *stream_, {fact("num_samples", batch.num_samples), fact("seq_len", batch.seq_len)},
+          nullptr, 0, "tp");
+  const Shape shape = tp_ ? Shape{tp_->lanes().count, batch.num_samples * stretched.seq_len,
+                                  ceil_div(model_.vocab, model_.lanes.lanes)}
+                          : Shape{batch.num_samples * batch.seq_len, model_.vocab};
+  std::vector<float> result(static_cast<size_t>(batch.num_samples * batch.seq_len * model_.vocab));
   // In stage 3 the ranks of dp gather together.
   if (batch.num_samples == 0 && options_.zero.stage < 3) return result;
   const WaitAtExit wait(*stream_), wait_background(background());
   StageRun run{.micro_batches = {{0, batch.num_samples}}, .with_backward = false, .with_loss = false};
-  run.context = [this, on_device = upload(*stream_, batch)](const MicroRange& range) {
+  run.context = [this, on_device = upload(*stream_, tp_ ? stretched : batch)](const MicroRange& range) {
     return make_context(on_device, range.begin, range.end, 0, /*training=*/false);
   };
   pipeline_->forward(std::move(run));
@@ -490,6 +525,7 @@ std::vector<float> Engine::pipeline_logits(const HostBatch& batch, const std::ex
       output.defined() ? wide(*stream_, output) : empty(device_, DType::kF32, shape, "logits");
   stages.broadcast(logits, pipeline_->last_stage(), *stream_)->wait_on(*stream_);
   pipeline_->wait();
+  if (tp_) return joined_logits(logits, batch, stretched);
   copy_to_host(*stream_, logits, result.data());
   stream_->synchronize();
   return result;
@@ -497,7 +533,7 @@ std::vector<float> Engine::pipeline_logits(const HostBatch& batch, const std::ex
 
 int64_t Engine::num_parameters() const {
   int64_t elements = 0;
-  for (const ParamSpec& spec : model_.registry.specs()) elements += spec.padded_shape.numel();
+  for (const ParamSpec& spec : model_.registry.specs()) elements += spec.shape.numel();
   return elements;
 }
 

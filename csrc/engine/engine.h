@@ -28,7 +28,7 @@ struct PipelineOptions {
 struct EngineOptions {
   int64_t global_batch = 1;  // samples of a step, over all ranks
   int64_t micro_batch = 1;   // samples of one forward; does not change the bits, unless zero.round_first
-  int64_t lanes_dp = 0;      // 0: the size of the dp axis
+  int64_t lanes_dp = 0;      // 0: the size of the dp axis; those of tp are the model's
   uint64_t seed = 0;         // initial weights, dropout
   float clip_norm = 0;       // limit of the global gradient norm; 0: none
   ZeroOptions zero;
@@ -42,13 +42,15 @@ struct EngineOptions {
 };
 
 // Elements [begin, begin + size) of a parameter's weight, or of one kind of its optimizer state, that this
-// rank's shard has.
+// rank's shard has: of the whole parameter, or of the part that a lane of tp has, which is a tensor of its
+// own. Padding is in neither.
 struct StatePart {
   std::string kind;  // "weight", or a name of Optimizer::state
   int param = 0;
   int64_t begin = 0;
   int64_t size = 0;
   Tensor tensor;  // [size]
+  PartRanges part;
 };
 
 struct StepStats {
@@ -66,8 +68,9 @@ struct StepStats {
 // on the number of ranks or the micro-batch size.
 class Engine {
  public:
-  // Draws the initial weights. `device` and `mesh` must outlive the engine. Collective. Throws
-  // InvalidArgument naming the sizes that do not fit together, or the settings that differ between ranks.
+  // Draws the initial weights. `model` was built for the mesh's tp axis. `device` and `mesh` must outlive the
+  // engine. Collective. Throws InvalidArgument naming the sizes that do not fit together, or the settings
+  // that differ between ranks.
   Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& options);
 
   // One optimizer step. `batch` has this rank's samples: the global batch cut evenly over dp, in
@@ -125,10 +128,10 @@ class Engine {
  private:
   void agree_on_settings();
   void init_weights();
-  // Along dp and pp: `facts` are the same on all ranks, and no rank has a refusal; `of_stages` on all stages.
-  // Returns the sum of `addend` along dp.
+  // Along dp, tp and pp: `facts` are the same on all ranks, and no rank has a refusal; `of_replica` along tp
+  // and pp. Returns the sum of `addend` along dp.
   int64_t agree_everywhere(const std::vector<Fact>& facts, std::exception_ptr refusal, int64_t addend = 0,
-                           const std::vector<Fact>& of_stages = {});
+                           const std::vector<Fact>& of_replica = {});
   // `source`: where the samples come from, equal on all ranks; `refusal`: why this rank has none, or null.
   StepStats train_step(const HostBatch& batch, double lr, const std::string& source,
                        std::exception_ptr refusal);
@@ -145,6 +148,11 @@ class Engine {
   void forward_pipeline(const HostBatch& batch, int64_t first_sample, int64_t most);
   std::vector<float> pipeline_logits(const HostBatch& batch, const std::exception_ptr& refusal);
   void sum_along_pp(const Tensor& limbs);
+  // The lanes' parts of one kind of a parameter, by lane; undefined if it is on another stage. Collective as
+  // read_param.
+  Tensor parts_of(size_t param, const std::string& kind);
+  // All lanes' logits [lanes, rows, part of the vocabulary] of a batch, in the order of `logits`.
+  std::vector<float> joined_logits(const Tensor& parts, const HostBatch& batch, const HostBatch& stretched);
   // Announces `count` micro-batches, forward and, if there is one, backward.
   void plan_visits(int64_t count, size_t num_layers, bool with_backward);
   void measure_gradient();
@@ -154,8 +162,9 @@ class Engine {
   // The first parameter of the model that is not finite in this kind of buffer; their number if there is
   // none.
   size_t first_not_finite(const std::string& kind);
-  // Throws InvalidArgument for an unknown kind, and for gradients before the first step.
-  void check_kind(const std::string& kind) const;
+  // Throws InvalidArgument for an unknown kind, for gradients before the first step, and for what a frozen
+  // parameter lacks: on all stages alike.
+  void check_kind(const std::string& kind, size_t param) const;
   std::string what_is_not_finite();
   Tensor unit_buffer(const std::string& kind, int unit);
   Stream& background() const { return background_ ? *background_ : *stream_; }
@@ -167,6 +176,7 @@ class Engine {
   Model model_;
   EngineOptions options_;
   std::unique_ptr<Stream> stream_;
+  std::unique_ptr<TensorParallel> tp_;  // null: the model has one lane
   StagePart part_;
   std::unique_ptr<Stream> background_;  // of collectives that overlap computation; null: they do not
   DpGroups groups_;
@@ -177,7 +187,7 @@ class Engine {
   Tensor clip_scale_;                      // fp32 [1]
   std::unique_ptr<PipelineRun> pipeline_;  // null: one stage without a schedule
   LossScaler scaler_;
-  double grad_scale_ = 1;  // of the gradient that the last step has left
+  std::optional<double> grad_scale_;  // of the gradient that the last step has left
   int64_t applied_steps_ = 0, skipped_steps_ = 0, skipped_in_a_row_ = 0;
 };
 

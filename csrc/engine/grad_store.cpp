@@ -13,12 +13,13 @@ size_t at(int i) { return static_cast<size_t>(i); }
 }  // namespace
 
 GradStore::GradStore(Stream& compute, Stream& background, const ParamRegistry& registry, const UnitPlan& plan,
-                     const DpGroups& groups, int64_t local_lanes, const ZeroOptions& options,
-                     bool watch_ranks)
+                     const DpGroups& groups, const TensorParallel* tp, int64_t local_lanes,
+                     const ZeroOptions& options, bool watch_ranks)
     : compute_(compute),
       background_(background),
       plan_(plan),
       groups_(groups),
+      tp_(tp),
       round_first_(options.round_first),
       keeps_slices_(options.stage >= 2 && groups.num_shards() > 1),
       completed_(compute.device().create_event()) {
@@ -26,13 +27,14 @@ GradStore::GradStore(Stream& compute, Stream& background, const ParamRegistry& r
   const ShardMap& map = plan.map;
   const auto num_units = at(map.num_units());
   lane_grads_.resize(num_units);
+  tp_grads_.resize(num_units);
   slices_.resize(num_units);
   own_.resize(num_units);
   is_deferred_.resize(num_units);
   late_.resize(num_units);
   for (int unit = 0; unit < map.num_units(); ++unit) {
     lane_sums_.emplace_back(device, Shape{map.unit_elements(unit)}, local_lanes, groups.shard(),
-                            /*is_kept=*/!keeps_slices_);
+                            /*is_kept=*/!keeps_slices_, options.wire);
     reduced_.push_back(device.create_event());
     if ((keeps_slices_ || round_first_) && !plan.is_frozen[at(unit)])
       slices_[at(unit)] = groups.dp().allocate(
@@ -83,6 +85,24 @@ void GradStore::begin_unit(int unit) {
     return;
   }
   lane_grads_[at(unit)] = lane_sums_[at(unit)].begin_lane(compute_);
+  if (!tp_ || plan_.is_cut[at(unit)]) return;
+  std::vector<Tensor>& more = tp_grads_[at(unit)];
+  more.resize(static_cast<size_t>(tp_->lanes().count - 1));
+  for (Tensor& grads : more) {
+    if (!grads.defined())
+      grads = empty(compute_.device(), DType::kF32, {plan_.map.unit_elements(unit)}, "gradient of a tp lane");
+    fill(compute_, grads, 0.0f);
+  }
+}
+
+void GradStore::sum_over_tp(int unit) {
+  if (!tp_ || plan_.is_cut[at(unit)]) return;
+  LaneSum sum = tp_->new_sum(compute_.device(), {plan_.map.unit_elements(unit)});
+  // The first lane's buffer becomes the sum.
+  sum.add_lane(compute_, lane_grads_[at(unit)]);
+  for (const Tensor& grads : tp_grads_[at(unit)]) sum.add_lane(compute_, grads);
+  tp_->finish_everywhere(compute_, sum);
+  if (keeps_slices_) tp_grads_[at(unit)].clear();
 }
 
 void GradStore::complete_layer(size_t layer) {
@@ -94,6 +114,7 @@ void GradStore::complete_layer(size_t layer) {
       extra.is_begun = false;
       if (keeps_slices_) extra.grad = {};
     }
+    sum_over_tp(unit);
     if (is_deferred_[at(unit)]) {
       late_[at(unit)].push_back(std::exchange(lane_grads_[at(unit)], {}));
       continue;
@@ -119,13 +140,9 @@ void GradStore::complete_deferred(int param, std::span<const Tensor> shares) {
 
 Tensor GradStore::sum_over_ranks(int unit, Stream& stream) {
   LaneSum& sum = lane_sums_[at(unit)];
-  Tensor slice;
-  if (groups_.num_shards() == 1) {
-    sum.finish(stream, &slice)->wait_on(stream);
-    return slice;
-  }
-  slice = round_first_ || !keeps_slices_ ? sum.own_slice() : slices_[at(unit)];
-  sum.finish_slice(stream, slice)->wait_on(stream);
+  if (groups_.num_shards() == 1) return sum.reduce(stream);
+  const Tensor slice = round_first_ || !keeps_slices_ ? sum.own_slice() : slices_[at(unit)];
+  sum.reduce_slice(stream, slice);
   if (groups_.replicas()) groups_.replicas()->all_reduce(slice, ReduceOp::kSum, stream)->wait_on(stream);
   return slice;
 }
@@ -160,7 +177,12 @@ Tensor GradStore::grad(const ParamUse& use) const {
   // What is added to it is dropped: of a parameter whose layer computes two gradients at once.
   if (!is_trainable(use.param))
     return empty(compute_.device(), DType::kF32, plan_.map.shape_of(use.param), "gradient of a frozen one");
-  if (use.use == 0) return plan_.map.view(lane_grads_[at(plan_.map.unit_of(use.param))], use.param);
+  if (use.use == 0) {
+    const int unit = plan_.map.unit_of(use.param);
+    const bool is_first = use.lane == 0 || tp_grads_[at(unit)].empty();
+    return plan_.map.view(is_first ? lane_grads_[at(unit)] : tp_grads_[at(unit)][at(use.lane - 1)],
+                          use.param);
+  }
   for (const ExtraUse& extra : extra_uses_)
     if (extra.use.param == use.param && extra.use.use == use.use) return extra.grad;
   throw Error(concat("parameter ", use.param, " has no use ", use.use));

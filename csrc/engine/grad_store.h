@@ -7,7 +7,7 @@
 
 #include "engine/dp_groups.h"
 #include "engine/unit_plan.h"
-#include "mesh/lane_sum.h"
+#include "mesh/tensor_parallel.h"
 #include "nn/layer.h"
 
 namespace polyreme {
@@ -16,6 +16,10 @@ namespace polyreme {
 // further uses of tied ones have buffers of their own, which are added in ascending order of use when the
 // lane's gradient of the unit is complete. In the rank's last lane a unit is summed over the ranks as soon as
 // it is complete, on `background` while backward goes on if that is another stream than `compute`.
+//
+// Parameters that tp does not cut have an accumulator for the tokens of each of this rank's lanes of tp. When
+// a lane of dp completes such a unit they are summed over all lanes of tp, and what follows sees the same
+// gradient on every rank of tp.
 //
 // From stage 2 on a unit's buffer lives from its first gradient to its reduction: where a rank has one lane
 // and the lane one micro-batch, or rounds are reduced at once, that is a few layers; otherwise the whole
@@ -28,7 +32,8 @@ class GradStore {
   // All arguments but `options` must outlive this object. watch_ranks: keeps what local_squares tells, which
   // costs a pass over the rank's gradient.
   GradStore(Stream& compute, Stream& background, const ParamRegistry& registry, const UnitPlan& plan,
-            const DpGroups& groups, int64_t local_lanes, const ZeroOptions& options, bool watch_ranks);
+            const DpGroups& groups, const TensorParallel* tp, int64_t local_lanes, const ZeroOptions& options,
+            bool watch_ranks);
 
   // Before the first lane of a step: forgets the last gradient, and what a step that failed has left.
   void begin_step();
@@ -40,6 +45,7 @@ class GradStore {
   // After the last layer of the last lane: `compute` goes on when all reductions are done.
   void finish();
 
+  // use.lane: of which lane of tp the tokens are, where that makes a difference.
   Tensor grad(const ParamUse& use) const;
   // The parameter, alone in its unit, is not complete before complete_deferred: another stage has a share.
   void defer(int param) { is_deferred_[static_cast<size_t>(plan_.map.unit_of(param))] = true; }
@@ -67,6 +73,8 @@ class GradStore {
     bool is_begun = false;
   };
   void begin_unit(int unit);
+  // The lane's gradient, summed over tp.
+  void sum_over_tp(int unit);
   void reduce(int unit);
   // The slice of the sum over all ranks, enqueued on `stream`.
   Tensor sum_over_ranks(int unit, Stream& stream);
@@ -75,11 +83,14 @@ class GradStore {
   Stream& background_;
   const UnitPlan& plan_;
   const DpGroups& groups_;
+  const TensorParallel* tp_;  // null: one lane
   bool round_first_;
   bool keeps_slices_;               // stage 2: buffers go after the reduction
   std::vector<LaneSum> lane_sums_;  // by unit, as the following
   std::vector<Tensor> lane_grads_;  // of the current lane; undefined: not begun
-  std::vector<Tensor> slices_;      // where the reduction goes; undefined: stays in the buffer
+  // Of the current lane, for the second and further lanes of tp where the unit needs them.
+  std::vector<std::vector<Tensor>> tp_grads_;
+  std::vector<Tensor> slices_;  // where the reduction goes; undefined: stays in the buffer
   std::vector<Tensor> own_;
   std::vector<Tensor> local_squares_;  // int64 limbs; none: nobody asks
   std::vector<std::unique_ptr<Event>> reduced_;

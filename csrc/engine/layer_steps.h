@@ -7,12 +7,8 @@
 
 namespace polyreme {
 
-// The steps of which a pass over a model is made, for neighbouring layers [begin, end): each is one visit of
-// the plan that WeightStore was given.
-struct LayerRange {
-  size_t begin = 0;
-  size_t end = 0;
-};
+// The steps of which a pass over a model is made, for neighbouring layers: each is one visit of the plan that
+// WeightStore was given.
 
 // The forward of a micro-batch from the range's input `x`. saved[i] belongs to layer i of the model; null if
 // no backward follows.

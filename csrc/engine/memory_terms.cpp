@@ -21,8 +21,13 @@ int64_t weight_bytes(const UnitPlan& plan, int unit) {
   return static_cast<int64_t>(dtype_size(plan.map.dtype_of(unit))) * plan.map.unit_elements(unit);
 }
 
-// The most that is gathered at once: layers and those ahead of them, as WeightStore walks over a micro-batch.
-int64_t gather_window(const UnitPlan& plan, int64_t prefetch) {
+// The most that is gathered at once: layers and those ahead of them, as WeightStore walks over a micro-batch;
+// or all of them.
+int64_t gather_window(const UnitPlan& plan, const ZeroOptions& options) {
+  int64_t all = 0;
+  for (int unit = 0; unit < plan.map.num_units(); ++unit)
+    if (!plan.stays_whole[at(unit)]) all += weight_bytes(plan, unit);
+  if (options.gather_for_step) return all;
   std::vector<size_t> visits;
   for (size_t layer = 0; layer < plan.used_by.size(); ++layer) visits.push_back(layer);
   visits.insert(visits.end(), visits.rbegin(), visits.rend());
@@ -30,7 +35,7 @@ int64_t gather_window(const UnitPlan& plan, int64_t prefetch) {
   for (size_t first = 0; first < visits.size(); ++first) {
     std::vector<bool> is_gathered(plan.stays_whole.size());
     int64_t ahead = 0, bytes = 0;
-    for (size_t visit = first; visit < visits.size() && ahead <= prefetch; ++visit) {
+    for (size_t visit = first; visit < visits.size() && ahead <= options.prefetch; ++visit) {
       bool needs_any = false;
       for (const int unit : plan.used_by[visits[visit]]) {
         if (plan.stays_whole[at(unit)]) continue;
@@ -91,6 +96,15 @@ std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& 
   // Rounds are added up in a slice of their own.
   const int64_t slices = divides_gradients || question.zero.round_first ? whole / map.num_shards() : 0;
   const int64_t partial_sums = std::bit_width(static_cast<uint64_t>(question.local_lanes)) - 1;
+  int64_t rounded = 0, largest = 0;
+  for (int unit = 0; unit < map.num_units(); ++unit) {
+    if (plan.is_frozen[at(unit)]) continue;
+    const int64_t bytes = map.unit_elements(unit) * static_cast<int64_t>(dtype_size(question.zero.wire));
+    rounded += bytes;
+    largest = std::max(largest, bytes);
+  }
+  const bool rounds = question.zero.wire != DType::kF32;
+  const bool sends_rounded = rounds && question.local_lanes == 1 && question.ranks > 1;
   const bool streams = question.local_lanes == 1 && question.micro_batches == 1;
   return {{"weights", weights, true},
           {"masters", masters, true},
@@ -98,8 +112,9 @@ std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& 
           {"tied gradients", tied, !divides_gradients},
           {"lane buffers", partial_sums * whole, !divides_gradients},
           {"moments", moments, true},
-          {"gather window", gather_window(plan, question.zero.prefetch), false},
-          {"buckets", divides_gradients ? (streams ? bucket_window(plan) : whole) : 0, false}};
+          {"gather window", gather_window(plan, question.zero), false},
+          {"buckets", divides_gradients ? (streams ? bucket_window(plan) : whole) : 0, false},
+          {"rounded gradients", sends_rounded ? rounded + largest : (rounds ? largest : 0), false}};
 }
 
 }  // namespace polyreme

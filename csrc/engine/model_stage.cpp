@@ -27,9 +27,10 @@ void ModelStage::begin(StageRun run, const std::vector<pipeline::Action>& list) 
 }
 
 Tensor ModelStage::make_boundary(int, int micro_batch, bool) {
-  const MicroBatch batch = run_.context(range(micro_batch)).batch;
+  const Context context = run_.context(range(micro_batch));
   return empty(stream_.device(), model_.boundary_dtype,
-               {batch.num_samples() * batch.seq_len(), model_.boundary_features}, "pipeline boundary");
+               {context.batch.num_samples() * context.own_tokens(), model_.boundary_features},
+               "pipeline boundary");
 }
 
 Tensor ModelStage::forward(int chunk, int micro_batch, Tensor input) {

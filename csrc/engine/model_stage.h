@@ -4,6 +4,7 @@
 #include <map>
 #include <vector>
 
+#include "engine/layer_steps.h"
 #include "engine/shared_params.h"
 #include "engine/stage_part.h"
 #include "pipeline/stage_runner.h"

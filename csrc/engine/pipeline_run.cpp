@@ -5,12 +5,14 @@
 namespace polyreme {
 
 PipelineRun::PipelineRun(pipeline::Schedule schedule, Communicator& group, const Model& model,
-                         const StagePart& part, Stream& compute, ParamStore& params, const Tensor& loss_sum)
+                         const StagePart& part, Stream& compute, ParamStore& params, const Tensor& loss_sum,
+                         const std::vector<uint8_t>& trainable, const pipeline::ExecutorOptions& options)
     : group_(group),
       compute_(compute),
-      shared_(model, part, group, compute, params),
+      options_(options),
+      shared_(model, part, group, compute, params, trainable),
       stage_(model, part, compute, params, shared_, loss_sum),
-      training_(std::move(schedule), group, compute) {}
+      training_(std::move(schedule), group, compute, options) {}
 
 int PipelineRun::last_stage() const { return pipeline::rank_of_chunk(schedule()).back(); }
 
@@ -25,7 +27,7 @@ void PipelineRun::forward(StageRun run) {
   if (!executor)
     executor = std::make_unique<pipeline::Executor>(
         pipeline::generate_forward_only(schedule().chunks, static_cast<int>(run.micro_batches.size())),
-        group_, compute_);
+        group_, compute_, options_);
   this->run(*executor, std::move(run));
 }
 

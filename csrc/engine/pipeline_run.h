@@ -11,10 +11,11 @@ namespace polyreme {
 // A rank's side of a pipeline: its stage, and the executor of every schedule that it has run.
 class PipelineRun {
  public:
-  // All arguments but `schedule` must outlive this object; `group` is the pp axis. Throws InvalidArgument for
-  // a schedule that is not valid or not for this group.
+  // All arguments but `schedule` must outlive this object; `group` is the pp axis, `trainable` of the model's
+  // parameters. Throws InvalidArgument for a schedule that is not valid or not for this group.
   PipelineRun(pipeline::Schedule schedule, Communicator& group, const Model& model, const StagePart& part,
-              Stream& compute, ParamStore& params, const Tensor& loss_sum);
+              Stream& compute, ParamStore& params, const Tensor& loss_sum,
+              const std::vector<uint8_t>& trainable, const pipeline::ExecutorOptions& options);
 
   Communicator& group() const { return group_; }
   const pipeline::Schedule& schedule() const { return training_.schedule(); }
@@ -29,8 +30,10 @@ class PipelineRun {
   // The last chunk's output, see StageRun; defined on its stage alone.
   const Tensor& output() const { return stage_.output(); }
   int last_stage() const;
-  // The copy of a shared weight, if this rank has one; waits.
-  void write_shared(int param, const std::vector<float>& values) { shared_.write(param, values); }
+  // The copy of (a lane's part of) a shared weight, if this rank has one; waits.
+  void write_shared(int param, int lane, const std::vector<float>& values) {
+    shared_.write(param, lane, values);
+  }
   // Collective, after weights were changed.
   void share_weights() { shared_.share_weights(); }
   // Throws what went wrong between the stages. Blocks until all transfers are through.
@@ -41,6 +44,7 @@ class PipelineRun {
 
   Communicator& group_;
   Stream& compute_;
+  pipeline::ExecutorOptions options_;
   SharedParams shared_;
   ModelStage stage_;
   pipeline::Executor training_;

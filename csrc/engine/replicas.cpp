@@ -52,7 +52,8 @@ void Engine::check_replicas() {
   // The first copy of the state has nobody to be compared with, unless shards are held more than once.
   for (const StatePart& part : slices.group ? state_parts() : std::vector<StatePart>{}) {
     slices.tensors.push_back(part.tensor);
-    slices.names.push_back(concat(part.kind, " '", specs[static_cast<size_t>(part.param)].name, "'"));
+    const ParamSpec& spec = model_.registry.specs()[static_cast<size_t>(part.param)];
+    slices.names.push_back(concat(part.kind, " '", spec.name, "'"));
   }
   std::string found;
   for (const Copies& copies : {whole, slices}) {

@@ -5,29 +5,27 @@
 namespace polyreme {
 
 SharedParams::SharedParams(const Model& model, const StagePart& part, Communicator& stages, Stream& stream,
-                           ParamStore& params)
-    : model_(model), part_(part), stages_(stages), stream_(stream), params_(params) {
+                           ParamStore& params, const std::vector<uint8_t>& trainable)
+    : model_(model), part_(part), stages_(stages), stream_(stream), params_(params), trainable_(trainable) {
   for (const SharedParam& shared : part.shared) {
     Share share{
         .what = shared, .is_owner = shared.owner == stages.rank(), .is_user = shared.user == stages.rank()};
     if (!share.is_owner && !share.is_user) continue;
-    if (share.is_owner) params.grads.defer(local_of(shared.param));
-    if (!share.is_owner) share.weight = new_tensor(share, "shared weight");
+    if (share.is_owner) params.grads.defer(local_of(share));
+    if (!share.is_owner) share.weight = new_tensor(share, dtype_of(share), "shared weight");
     shares_.push_back(std::move(share));
   }
   params.set_shared(this);
 }
 
-int SharedParams::local_of(int param) const { return part_.local[static_cast<size_t>(param)]; }
-
-Tensor SharedParams::new_tensor(const Share& share, const char* label) const {
+Tensor SharedParams::new_tensor(const Share& share, DType dtype, const char* label) const {
   const ParamSpec& spec = model_.registry.specs()[static_cast<size_t>(share.what.param)];
-  return empty(stream_.device(), DType::kF32, spec.padded_shape, label);
+  return empty(stream_.device(), dtype, local_shape(spec, "tp", part_.lanes.lanes), label);
 }
 
-SharedParams::Share* SharedParams::find(int param) {
+SharedParams::Share* SharedParams::find(int param, int lane) {
   for (Share& share : shares_)
-    if (share.what.param == param && share.is_user) return &share;
+    if (share.what.param == param && share.what.lane == lane && share.is_user) return &share;
   return nullptr;
 }
 
@@ -38,19 +36,20 @@ void SharedParams::begin_step() {
   }
 }
 
-Tensor SharedParams::grad(int param) {
-  Share& share = *find(param);
+Tensor SharedParams::grad(const ParamUse& use) {
+  Share& share = *find(use.param, use.lane);
+  if (!is_trainable(use.param)) return new_tensor(share, DType::kF32, "gradient of a frozen one");  // dropped
   if (!share.is_begun) {
-    share.grads.push_back(new_tensor(share, "shared gradient"));
+    share.grads.push_back(new_tensor(share, DType::kF32, "shared gradient"));
     fill(stream_, share.grads.back(), 0.0f);
     share.is_begun = true;
   }
   return share.grads.back();
 }
 
-Tensor SharedParams::weight(int param) {
-  const Share& share = *find(param);
-  return share.weight.defined() ? share.weight : params_.weights.weight(local_of(param));
+Tensor SharedParams::weight(const ParamUse& use) {
+  const Share& share = *find(use.param, use.lane);
+  return share.weight.defined() ? share.weight : params_.weights.weight(local_of(share));
 }
 
 void SharedParams::complete_lane(const LayerRange& layers) {
@@ -62,10 +61,10 @@ void SharedParams::complete_lane(const LayerRange& layers) {
 
 void SharedParams::add_gradients() {
   for (Share& share : shares_) {
-    const int local = local_of(share.what.param);
+    const int local = share.is_owner ? local_of(share) : -1;
     if (share.is_owner && !share.is_user) {
       for (size_t lane = 0; lane < params_.grads.num_deferred(local); ++lane) {
-        share.grads.push_back(new_tensor(share, "shared gradient"));
+        share.grads.push_back(new_tensor(share, DType::kF32, "shared gradient"));
         stages_.receive(share.grads.back(), share.what.user, stream_)->wait_on(stream_);
       }
     } else if (!share.is_owner) {
@@ -76,17 +75,20 @@ void SharedParams::add_gradients() {
   }
 }
 
-void SharedParams::write(int param, const std::vector<float>& values) {
-  const Share* share = find(param);
+void SharedParams::write(int param, int lane, const std::vector<float>& values) {
+  const Share* share = find(param, lane);
   if (!share || !share->weight.defined()) return;
-  copy_from_host(stream_, values.data(), share->weight);
+  const bool is_narrow = share->weight.dtype() != DType::kF32;
+  const Tensor wide = is_narrow ? new_tensor(*share, DType::kF32, "shared weight") : share->weight;
+  copy_from_host(stream_, values.data(), wide);
+  if (is_narrow) cast(stream_, wide, share->weight);
   stream_.synchronize();
 }
 
 void SharedParams::share_weights() {
   for (const Share& share : shares_) {
     if (share.is_owner && share.is_user) continue;
-    const Tensor weight = share.is_owner ? params_.weights.weight(local_of(share.what.param)) : share.weight;
+    const Tensor weight = share.is_owner ? params_.weights.weight(local_of(share)) : share.weight;
     const auto work = share.is_owner ? stages_.send(weight, share.what.user, stream_)
                                      : stages_.receive(weight, share.what.owner, stream_);
     work->wait_on(stream_);

@@ -14,9 +14,9 @@ namespace polyreme {
 // lanes are through.
 class SharedParams final : public SharedUses {
  public:
-  // All arguments must outlive this object; `stages` is the pp axis.
+  // All arguments must outlive this object; `stages` is the pp axis, `trainable` of the model's parameters.
   SharedParams(const Model& model, const StagePart& part, Communicator& stages, Stream& stream,
-               ParamStore& params);
+               ParamStore& params, const std::vector<uint8_t>& trainable);
 
   void begin_step();
   // The backward of `layers` on the last micro-batch of a lane, or of a round of it, has run.
@@ -27,11 +27,14 @@ class SharedParams final : public SharedUses {
   void share_weights();
 
   // A copy that this rank has; waits.
-  void write(int param, const std::vector<float>& values);
+  void write(int param, int lane, const std::vector<float>& values);
 
-  bool has(int param) override { return find(param) != nullptr; }
-  Tensor weight(int param) override;
-  Tensor grad(int param) override;
+  bool has(const ParamUse& use) override { return find(use.param, use.lane) != nullptr; }
+  Tensor weight(const ParamUse& use) override;
+  Tensor grad(const ParamUse& use) override;
+  bool is_trainable(int param) override {
+    return trainable_.empty() || trainable_[static_cast<size_t>(param)] != 0;
+  }
 
  private:
   struct Share {
@@ -42,15 +45,19 @@ class SharedParams final : public SharedUses {
     bool is_begun = false;      // the last of them
   };
   // Of a parameter that this rank uses without the chunk that owns it; else null.
-  Share* find(int param);
-  int local_of(int param) const;
-  Tensor new_tensor(const Share& share, const char* label) const;
+  Share* find(int param, int lane);
+  int local_of(const Share& share) const { return part_.local_of({share.what.param, 0, share.what.lane}); }
+  DType dtype_of(const Share& share) const {
+    return model_.registry.specs()[static_cast<size_t>(share.what.param)].dtype;
+  }
+  Tensor new_tensor(const Share& share, DType dtype, const char* label) const;
 
   const Model& model_;
   const StagePart& part_;
   Communicator& stages_;
   Stream& stream_;
   ParamStore& params_;
+  const std::vector<uint8_t>& trainable_;
   std::vector<Share> shares_;
 };
 

@@ -48,20 +48,29 @@ std::vector<LayerRange> chunks_of(const Model& model, int num_chunks, const std:
   return chunks;
 }
 
+int lanes_of(const Model& model, size_t param, const LaneRange& lanes) {
+  return lanes.lanes > 1 && is_cut(model.registry.specs()[param], "tp") ? static_cast<int>(lanes.count) : 1;
+}
+
 void take_params(StagePart& part, const Model& model, const std::vector<bool>& held,
                  const std::vector<size_t>& chunk_of) {
-  part.registry = model.registry.part(held, chunk_of, &part.local);
-  part.whole.resize(part.registry.specs().size());
-  for (size_t param = 0; param < part.local.size(); ++param)
-    if (part.local[param] >= 0) part.whole[static_cast<size_t>(part.local[param])] = static_cast<int>(param);
+  part.registry = model.registry.part(held, chunk_of, part.lanes, &part.local);
+  for (size_t param = 0; param < part.local.size(); ++param) {
+    part.num_parts.push_back(lanes_of(model, param, part.lanes));
+    if (part.local[param] < 0) continue;
+    for (int lane = 0; lane < part.num_parts.back(); ++lane) {
+      part.whole.push_back(static_cast<int>(param));
+      part.lane_of.push_back(part.lanes.first + lane);
+    }
+  }
 }
 
 }  // namespace
 
 StagePart make_stage_part(const Model& model, const pipeline::Schedule& schedule, int stage,
-                          const std::vector<int>& split) {
+                          const std::vector<int>& split, const LaneRange& lanes) {
   const std::vector<int> rank_of = pipeline::rank_of_chunk(schedule);
-  StagePart part{.chunks = chunks_of(model, schedule.num_chunks(), split)};
+  StagePart part{.chunks = chunks_of(model, schedule.num_chunks(), split), .lanes = lanes};
   std::vector<size_t> chunk_of(model.layers.size());
   std::vector<bool> held(model.layers.size());
   for (size_t chunk = 0; chunk < part.chunks.size(); ++chunk)
@@ -77,17 +86,18 @@ StagePart make_stage_part(const Model& model, const pipeline::Schedule& schedule
                           model.registry.specs()[param].name, "' is used ", layers.size(),
                           " times in chunks ", chunk, " to ", last_chunk,
                           " of the pipeline; this version shares one between two uses");
-    if (chunk != last_chunk)
-      part.shared.push_back({static_cast<int>(param), rank_of[chunk], rank_of[last_chunk]});
+    for (int lane = 0; chunk != last_chunk && lane < lanes_of(model, param, lanes); ++lane)
+      part.shared.push_back({static_cast<int>(param), rank_of[chunk], rank_of[last_chunk], lane});
     part.stage_of.push_back(rank_of[chunk]);
   }
   take_params(part, model, held, chunk_of);
   return part;
 }
 
-StagePart whole_model(const Model& model) {
+StagePart whole_model(const Model& model, const LaneRange& lanes) {
   StagePart part{.chunks = {{0, model.layers.size()}},
-                 .stage_of = std::vector<int>(model.registry.specs().size(), 0)};
+                 .stage_of = std::vector<int>(model.registry.specs().size(), 0),
+                 .lanes = lanes};
   take_params(part, model, std::vector<bool>(model.layers.size(), true),
               std::vector<size_t>(model.layers.size(), 0));
   return part;

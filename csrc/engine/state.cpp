@@ -1,4 +1,6 @@
 // Engine: what checkpoints save and bring back.
+#include <algorithm>
+
 #include "engine/engine.h"
 #include "ops/ops.h"
 
@@ -11,8 +13,13 @@ std::vector<StatePart> Engine::state_parts() const {
     for (const ShardMap::Piece& piece : pieces) {
       const Tensor& slice = slices[static_cast<size_t>(map().unit_of(piece.param))];
       if (!slice.defined()) continue;  // a unit without such state
-      parts.push_back({kind, part_.whole[static_cast<size_t>(piece.param)], piece.param_begin, piece.size,
-                       slice.slice(0, piece.unit_shard_begin, piece.unit_shard_begin + piece.size)});
+      const auto local = static_cast<size_t>(piece.param);
+      const ParamSpec& spec = model_.registry.specs()[static_cast<size_t>(part_.whole[local])];
+      const PartRanges part = part_ranges(spec, "tp", part_.lanes.lanes, part_.lane_of[local]);
+      const int64_t size = std::min(piece.size, part_elements(spec, part) - piece.param_begin);
+      if (size <= 0) continue;  // padding
+      parts.push_back({kind, part_.whole[local], piece.param_begin, size,
+                       slice.slice(0, piece.unit_shard_begin, piece.unit_shard_begin + size), part});
     }
   };
   add("weight", params_.weights.own());

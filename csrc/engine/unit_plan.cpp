@@ -59,8 +59,8 @@ UnitPlan make_unit_plan(const ParamRegistry& registry, size_t num_layers, const 
     plan.completed_by[static_cast<size_t>(lowest)].push_back(unit);
     plan.first_trainable_layer = std::min(plan.first_trainable_layer, static_cast<size_t>(lowest));
   }
-  require(plan.first_trainable_layer < num_layers || map.num_params() == 0,
-          "every parameter is frozen: there is nothing to train");
+  for (int unit = 0; unit < map.num_units(); ++unit)
+    plan.is_cut.push_back(is_cut(registry.specs()[static_cast<size_t>(map.params_of(unit).front())], "tp"));
   for (std::vector<int>& units : plan.used_by) std::sort(units.begin(), units.end());
   for (int unit = 0; unit < map.num_units(); ++unit) {
     const int param = map.params_of(unit).front();

@@ -18,6 +18,7 @@ WeightStore::WeightStore(Stream& compute, Stream& background, const UnitPlan& pl
       plan_(plan),
       groups_(groups),
       prefetch_(options.prefetch),
+      keeps_gathered_(options.gather_for_step),
       updated_(compute.device().create_event()) {
   Device& device = compute.device();
   const ShardMap& map = plan.map;
@@ -37,8 +38,7 @@ WeightStore::WeightStore(Stream& compute, Stream& background, const UnitPlan& pl
 }
 
 void WeightStore::plan_visits(std::vector<size_t> layers) {
-  for (size_t unit = 0; unit < whole_.size(); ++unit)
-    if (!plan_.stays_whole[unit]) whole_[unit] = {};
+  release();
   visits_ = std::move(layers);
   position_ = horizon_ = 0;
   compute_.record(*updated_);  // what is gathered was written there
@@ -62,8 +62,15 @@ void WeightStore::arrive() {
 
 void WeightStore::leave() {
   const size_t layer = visits_[position_++];
+  if (position_ == visits_.size()) return release();
+  if (keeps_gathered_) return;
   for (const int unit : plan_.used_by[layer])
     if (!plan_.stays_whole[at(unit)] && !is_in_sight(unit)) whole_[at(unit)] = {};
+}
+
+void WeightStore::release() {
+  for (size_t unit = 0; unit < whole_.size(); ++unit)
+    if (!plan_.stays_whole[unit]) whole_[unit] = {};
 }
 
 bool WeightStore::is_in_sight(int unit) const {

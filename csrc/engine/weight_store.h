@@ -25,7 +25,8 @@ class WeightStore {
   void plan_visits(std::vector<size_t> layers);
   // Before the next layer of the plan runs: its weights are there for what `compute` runs next.
   void arrive();
-  // After it: weights that no layer in sight uses are released.
+  // After it: weights that no layer in sight (of the step, see ZeroOptions::gather_for_step) uses are
+  // released.
   void leave();
 
   // Throws Error if the unit is not there.
@@ -47,6 +48,7 @@ class WeightStore {
 
  private:
   void gather(int unit);
+  void release();
   bool is_narrow(int unit) const { return plan_.map.dtype_of(unit) != DType::kF32; }
   bool is_in_sight(int unit) const;
 
@@ -55,6 +57,7 @@ class WeightStore {
   const UnitPlan& plan_;
   const DpGroups& groups_;
   int64_t prefetch_;
+  bool keeps_gathered_;
   std::vector<Tensor> own_;      // by unit, as the following: the slice of the weights
   std::vector<Tensor> masters_;  // fp32; the memory of own_ where that is fp32
   std::vector<Tensor> whole_;    // undefined: not here

@@ -1,5 +1,6 @@
 #include "nn/compose.h"
 
+#include "base/error.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -68,6 +69,13 @@ Cost Residual::cost(int64_t num_samples, int64_t seq_len) const {
   Cost cost = inner_->cost(num_samples, seq_len);
   cost.bytes_moved += 3 * static_cast<int64_t>(dtype_size(dtype_)) * num_samples * seq_len * features_;
   return cost;
+}
+
+Recomputation recompute_from_name(const std::string& name) {
+  if (name == "none") return Recomputation::kNone;
+  if (name == "blocks") return Recomputation::kBlocks;
+  require(name == "attention", "recompute='", name, "'; expected none, blocks or attention");
+  return Recomputation::kAttention;
 }
 
 Tensor Recompute::forward(const Context& context, const Tensor& x, Saved* saved) const {

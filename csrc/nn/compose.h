@@ -1,5 +1,7 @@
 #pragma once
 
+#include <string>
+
 #include "nn/layer.h"
 
 // Layers made of layers.
@@ -42,6 +44,14 @@ class Residual final : public Layer {
   int64_t features_;
   DType dtype_;
 };
+
+// What of a model is computed again in backward instead of being kept.
+// kBlocks: all but the input of each block. kAttention: what attention reads and computes, queries, keys and
+// values among them (selective recomputation, Korthikanti et al. 2022): the widest activations for their
+// arithmetic besides those of the MLP.
+enum class Recomputation : uint8_t { kNone, kBlocks, kAttention };
+// "none", "blocks", "attention"; throws InvalidArgument for others.
+Recomputation recompute_from_name(const std::string& name);
 
 // Keeps only the input and runs inner's forward again in backward: activation checkpointing (Chen
 // et al. 2016). Same bits as inner, since nothing in a forward depends on hidden state.

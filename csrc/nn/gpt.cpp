@@ -1,11 +1,11 @@
 #include "nn/gpt.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "base/error.h"
-#include "nn/compose.h"
-#include "nn/layers.h"
+#include "nn/parallel_layers.h"
 
 namespace polyreme {
 namespace {
@@ -45,7 +45,16 @@ void validate(const GptConfig& config) {
   stored("logits_dtype", config.logits_dtype, dtype_or_f32(config.logits_dtype), "dtype or float32");
 }
 
-LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, int64_t index) {
+// A branch of a block between its norm and its dropout. Several lanes: for one of them, with what joins them.
+LayerPtr join_lanes(LayerPtr inner, const Linear& last, const GptConfig& config, const TensorLanes& lanes) {
+  if (lanes.lanes == 1) return inner;
+  LaneBranchOptions options{.lanes = lanes, .features = config.hidden, .dtype = config.dtype};
+  if (last.row_bias()) options.bias = *last.row_bias();
+  return std::make_unique<LaneBranch>(std::move(inner), options);
+}
+
+LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, const TensorLanes& lanes,
+                     int64_t index) {
   const std::string prefix = concat("h.", index, ".");
   const int64_t hidden = config.hidden;
   const int64_t mlp_hidden = config.mlp_hidden > 0 ? config.mlp_hidden : 4 * hidden;
@@ -65,7 +74,8 @@ LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, int64_t i
   const LinearOptions column{.init_std = config.init_std,
                              .cut = LinearCut::kColumn,
                              .dtype = config.dtype,
-                             .out_dtype = config.dtype};
+                             .out_dtype = config.dtype,
+                             .lanes = lanes.lanes};
   LinearOptions fused_qkv = column;
   fused_qkv.cut_blocks = 3;
   LinearOptions row = column;
@@ -80,18 +90,43 @@ LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, int64_t i
   auto up = linear("mlp.fc", hidden, mlp_hidden, column);
   auto down = linear("mlp.proj", mlp_hidden, hidden, row);
 
-  LayerPtr attention = sequential(std::move(norm1), std::move(qkv),
-                                  std::make_unique<CausalAttention>(hidden, config.heads, config.dtype),
-                                  std::move(attention_out), dropout(0));
-  LayerPtr mlp = sequential(std::move(norm2), std::move(up), std::make_unique<Gelu>(mlp_hidden, config.dtype),
-                            std::move(down), dropout(1));
+  const Linear &last_of_attention = *attention_out, &last_of_mlp = *down;
+  const int64_t parts = lanes.lanes;
+  LayerPtr heads = sequential(
+      std::move(qkv), std::make_unique<CausalAttention>(hidden / parts, config.heads / parts, config.dtype));
+  if (config.recompute == Recomputation::kAttention)
+    heads = std::make_unique<Recompute>(std::move(heads), hidden, config.dtype);
+  LayerPtr all_heads =
+      join_lanes(sequential(std::move(heads), std::move(attention_out)), last_of_attention, config, lanes);
+  LayerPtr neurons = join_lanes(
+      sequential(std::move(up), std::make_unique<Gelu>(mlp_hidden / parts, config.dtype), std::move(down)),
+      last_of_mlp, config, lanes);
+  LayerPtr attention = sequential(std::move(norm1), std::move(all_heads), dropout(0));
+  LayerPtr mlp = sequential(std::move(norm2), std::move(neurons), dropout(1));
   LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden, config.dtype),
                               std::make_unique<Residual>(std::move(mlp), hidden, config.dtype));
-  if (config.recompute) block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
+  if (config.recompute == Recomputation::kBlocks)
+    block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
   return block;
 }
 
+void check_lanes_of(const GptConfig& config, const TensorLanes& lanes) {
+  check_tensor_cut("GPT", "heads", config.heads, lanes);
+  check_tensor_cut("GPT", "mlp_hidden", config.mlp_hidden > 0 ? config.mlp_hidden : 4 * config.hidden, lanes);
+  check_tensor_cut("GPT", "seq_len", config.seq_len, lanes);
+}
+
 }  // namespace
+
+void check_tensor_cut(const char* family, const char* name, int64_t value, const TensorLanes& lanes) {
+  if (value % lanes.lanes == 0) return;
+  std::string fitting;
+  for (int64_t n = 1; n <= std::min<int64_t>(value, 64); ++n)
+    if (value % n == 0) fitting += concat(fitting.empty() ? "" : ", ", n);
+  throw InvalidArgument(concat(family, ": ", name, "=", value, " is not divisible by lanes.tp=", lanes.lanes,
+                               " (tp=", lanes.size, "), which cuts it; choose tp and lanes.tp among ",
+                               fitting, ", or another ", name));
+}
 
 Cost Model::cost(int64_t num_samples, int64_t seq_len) const {
   Cost total;
@@ -99,8 +134,9 @@ Cost Model::cost(int64_t num_samples, int64_t seq_len) const {
   return total;
 }
 
-Model build_gpt(const GptConfig& config) {
+Model build_gpt(const GptConfig& config, const TensorLanes& lanes) {
   validate(config);
+  check_lanes_of(config, lanes);
   Model model;
   model.description = concat(
       "GPT layers=", config.layers, " hidden=", config.hidden, " heads=", config.heads,
@@ -108,6 +144,7 @@ Model build_gpt(const GptConfig& config) {
       " dropout=", config.dropout, " tied=", config.tied, " layer_norm_eps=", config.layer_norm_eps,
       " init_std=", config.init_std, " dtype=", dtype_name(config.dtype),
       " norm_dtype=", dtype_name(config.norm_dtype), " logits_dtype=", dtype_name(config.logits_dtype));
+  model.lanes = lanes;
   model.vocab = config.vocab;
   model.max_seq_len = config.seq_len;
   for (int64_t i = 0; i <= config.layers; ++i) model.cuts.push_back(static_cast<size_t>(1 + i));
@@ -119,24 +156,23 @@ Model build_gpt(const GptConfig& config) {
   };
   ParamRegistry& registry = model.registry;
   add_layer([&] {
-    auto embedding = std::make_unique<Embedding>(registry, config.vocab, config.seq_len, config.hidden,
-                                                 config.init_std, config.dtype);
-    return sequential(std::move(embedding),
+    return sequential(build_embedding(registry, config.vocab, config.seq_len, config.hidden, config.init_std,
+                                      config.dtype, lanes),
                       std::make_unique<Dropout>(config.hidden, config.dropout, 0, config.dtype));
   });
-  for (int64_t i = 0; i < config.layers; ++i) add_layer([&] { return build_block(registry, config, i); });
+  for (int64_t i = 0; i < config.layers; ++i)
+    add_layer([&] { return build_block(registry, config, lanes, i); });
   add_layer([&] {
     return std::make_unique<LayerNorm>(registry, "ln_f", config.hidden, config.layer_norm_eps, config.dtype,
                                        config.norm_dtype);
   });
-  LinearOptions head{.bias = false,
-                     .init_std = config.init_std,
-                     .cut = LinearCut::kColumn,
-                     .dtype = config.dtype,
-                     .out_dtype = config.logits_dtype};
-  if (config.tied) head.tied_to = "wte.weight";
-  add_layer([&] { return std::make_unique<Linear>(registry, "lm_head", config.hidden, config.vocab, head); });
-  add_layer([&] { return std::make_unique<CrossEntropy>(config.vocab, config.logits_dtype); });
+  const LaneHeadOptions head{.lanes = lanes,
+                             .init_std = config.init_std,
+                             .dtype = config.dtype,
+                             .out_dtype = config.logits_dtype,
+                             .tied_to = config.tied ? "wte.weight" : ""};
+  add_layer([&] { return build_head(registry, "lm_head", config.hidden, config.vocab, head); });
+  add_layer([&] { return build_loss(config.vocab, config.logits_dtype, lanes); });
   return model;
 }
 

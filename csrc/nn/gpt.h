@@ -1,6 +1,6 @@
 #pragma once
 
-#include "nn/layer.h"
+#include "nn/compose.h"
 
 namespace polyreme {
 
@@ -16,7 +16,7 @@ struct GptConfig {
   bool tied = true;        // head and token embedding are one parameter
   float layer_norm_eps = 1e-5f;
   double init_std = 0.02;  // the last linear of each branch: init_std / sqrt(2 * layers)
-  bool recompute = false;  // keep only the input of each block
+  Recomputation recompute = Recomputation::kNone;
   // How parameters and activations are stored (fp32, bf16 or fp16); arithmetic is fp32 in any case.
   DType dtype = DType::kF32;
   DType norm_dtype = DType::kF32;    // gamma and beta: `dtype` or fp32
@@ -26,10 +26,11 @@ struct GptConfig {
 // A chain of layers from tokens to per-token losses. layers: embedding, blocks, final norm, head, loss.
 struct Model {
   std::string description;  // all of its settings; equal texts, equal models
+  TensorLanes lanes;        // it was built for
   ParamRegistry registry;
   std::vector<LayerPtr> layers;
   int64_t vocab = 0;
-  int64_t max_seq_len = 0;
+  int64_t max_seq_len = 0;  // with several lanes, a multiple of them
   // Layers before which a pipeline may cut the model, ascending: the blocks, and what follows them. What
   // flows there is [rows, boundary_features] of boundary_dtype, either way.
   std::vector<size_t> cuts;
@@ -39,7 +40,11 @@ struct Model {
   Cost cost(int64_t num_samples, int64_t seq_len) const;
 };
 
-// Throws InvalidArgument, naming field, value and rule.
-Model build_gpt(const GptConfig& config);
+// Throws InvalidArgument, naming field, value and rule. A model for several lanes needs Context::tp.
+Model build_gpt(const GptConfig& config, const TensorLanes& lanes = {});
+
+// A size that the lanes of tensor parallelism cut. Throws InvalidArgument, with what would divide it, if they
+// do not.
+void check_tensor_cut(const char* family, const char* name, int64_t value, const TensorLanes& lanes);
 
 }  // namespace polyreme

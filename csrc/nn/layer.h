@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "mesh/tensor_parallel.h"
 #include "nn/param_registry.h"
 #include "tensor/tensor.h"
 
@@ -38,6 +39,25 @@ struct Context {
   uint64_t seed = 0;  // dropout: with step and the element's global index, the whole state
   uint32_t step = 0;
   float loss_scale = 1.0f;  // 1 / valid tokens of the global batch
+  // The tp axis; null where a model was built for one lane.
+  const TensorParallel* tp = nullptr;
+  int lane = 0;  // that of this rank's which the layer at hand belongs to
+
+  Tensor weight(ParamUse use) const {
+    use.lane = lane;
+    return params.weight(use);
+  }
+  Tensor grad(ParamUse use) const {
+    use.lane = lane;
+    return params.grad(use);
+  }
+  Context of_lane(int64_t which) const {
+    Context context = *this;
+    context.lane = static_cast<int>(which);
+    return context;
+  }
+  // Rows of activations between the regions of tensor parallelism: of all tokens, or of the rank's own.
+  int64_t own_tokens() const { return tp ? tp->own_tokens(batch.seq_len()) : batch.seq_len(); }
 };
 
 // What forward keeps for backward: tensors in an order that only the layer knows, and those of its parts.
@@ -61,6 +81,13 @@ struct Cost {
 
   Cost& operator+=(const Cost& other);
   double total_flops() const { return forward_flops + backward_input_flops + backward_weight_flops; }
+};
+
+// How a model is built for tensor parallelism.
+struct TensorLanes {
+  int64_t lanes = 1;  // of the axis; 1: none of it
+  int64_t size = 1;   // ranks of the axis
+  int64_t local() const { return lanes / size; }
 };
 
 // A differentiable function of activations [rows, features], one token a row. Layers hold

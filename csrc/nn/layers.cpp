@@ -1,5 +1,6 @@
 #include "nn/layers.h"
 
+#include "nn/parallel_layers.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -49,8 +50,8 @@ Tensor Embedding::forward(const Context& context, const Tensor&, Saved*) const {
   const MicroBatch& batch = context.batch;
   const Tensor out =
       new_activation(context, dtype_, {batch.num_samples(), batch.seq_len(), features_}, "embedding");
-  embedding_forward(context.stream, batch.tokens, context.params.weight(tokens_),
-                    has_positions_ ? context.params.weight(positions_) : Tensor(), out);
+  embedding_forward(context.stream, batch.tokens, context.weight(tokens_),
+                    has_positions_ ? context.weight(positions_) : Tensor(), out);
   return out.view({batch.num_samples() * batch.seq_len(), features_});
 }
 
@@ -63,9 +64,9 @@ void Embedding::backward_weight(const Context& context, Saved& saved) const {
   const bool positions_learn = has_positions_ && context.params.is_trainable(positions_);
   if (!context.params.is_trainable(tokens_) && !positions_learn) return;
   const MicroBatch& batch = context.batch;
-  embedding_backward(
-      context.stream, batch.tokens, saved.tensors[0].view({batch.num_samples(), batch.seq_len(), features_}),
-      context.params.grad(tokens_), has_positions_ ? context.params.grad(positions_) : Tensor());
+  embedding_backward(context.stream, batch.tokens,
+                     saved.tensors[0].view({batch.num_samples(), batch.seq_len(), features_}),
+                     context.grad(tokens_), has_positions_ ? context.grad(positions_) : Tensor());
 }
 
 Cost Embedding::cost(int64_t num_samples, int64_t seq_len) const {
@@ -77,11 +78,13 @@ Cost Embedding::cost(int64_t num_samples, int64_t seq_len) const {
 
 Linear::Linear(ParamRegistry& registry, const std::string& name, int64_t in, int64_t out,
                const LinearOptions& options)
-    : in_(in),
-      out_(out),
+    : in_(options.cut == LinearCut::kRow ? in / options.lanes : in),
+      out_(options.cut == LinearCut::kColumn ? out / options.lanes : out),
       dtype_(options.dtype),
-      out_dtype_(options.out_dtype),
+      out_dtype_(options.lanes > 1 && options.cut == LinearCut::kRow ? DType::kF32 : options.out_dtype),
+      grad_dtype_(options.lanes > 1 && options.cut == LinearCut::kColumn ? DType::kF32 : options.dtype),
       bias_(options.bias),
+      bias_of_sum_(options.bias && options.lanes > 1 && options.cut == LinearCut::kRow),
       owns_weight_(options.tied_to.empty()) {
   std::vector<Cut> weight_cuts, bias_cuts;
   if (options.cut == LinearCut::kColumn) {
@@ -105,6 +108,7 @@ Linear::Linear(ParamRegistry& registry, const std::string& name, int64_t in, int
             ", but '", options.tied_to, "' has ", shape.to_string());
   }
   if (bias_) {
+    bias_ = !bias_of_sum_;
     ParamSpec bias = spec_of(name + ".bias", {out}, dtype_, {});
     bias.cuts = bias_cuts;
     if (options.cut == LinearCut::kRow) sum_over_tp(bias);
@@ -115,15 +119,15 @@ Linear::Linear(ParamRegistry& registry, const std::string& name, int64_t in, int
 Tensor Linear::forward(const Context& context, const Tensor& x, Saved* saved) const {
   if (saved) saved->tensors = {x};
   const Tensor y = new_activation(context, out_dtype_, {x.size(0), out_}, "linear");
-  gemm(context.stream, x, context.params.weight(weight_).transpose(0, 1), y, /*accumulate=*/false,
-       bias_ ? context.params.weight(bias_use_) : Tensor());
+  gemm(context.stream, x, context.weight(weight_).transpose(0, 1), y, /*accumulate=*/false,
+       bias_ ? context.weight(bias_use_) : Tensor());
   return y;
 }
 
 Tensor Linear::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
   saved.tensors.push_back(dy);
-  const Tensor dx = new_activation(context, dtype_, {dy.size(0), in_}, "linear grad");
-  gemm(context.stream, dy, context.params.weight(weight_), dx, /*accumulate=*/false);
+  const Tensor dx = new_activation(context, grad_dtype_, {dy.size(0), in_}, "linear grad");
+  gemm(context.stream, dy, context.weight(weight_), dx, /*accumulate=*/false);
   return dx;
 }
 
@@ -131,10 +135,10 @@ void Linear::backward_weight(const Context& context, Saved& saved) const {
   const Tensor& x = saved.tensors[0];
   const Tensor& dy = saved.tensors[1];
   if (context.params.is_trainable(weight_))
-    gemm(context.stream, dy.transpose(0, 1), x, context.params.grad(weight_), /*accumulate=*/true, {},
+    gemm(context.stream, dy.transpose(0, 1), x, context.grad(weight_), /*accumulate=*/true, {},
          /*k_unit=*/context.batch.seq_len());
   if (bias_ && context.params.is_trainable(bias_use_))
-    accumulate_rows(context.stream, dy, context.params.grad(bias_use_));
+    accumulate_rows(context.stream, dy, context.grad(bias_use_));
 }
 
 Cost Linear::cost(int64_t num_samples, int64_t seq_len) const {
@@ -165,24 +169,26 @@ Tensor LayerNorm::forward(const Context& context, const Tensor& x, Saved* saved)
   const Tensor y = new_activation(context, dtype_, x.shape(), "layer_norm");
   const Tensor mean = new_activation(context, DType::kF32, {x.size(0)}, "layer_norm mean");
   const Tensor rstd = new_activation(context, DType::kF32, {x.size(0)}, "layer_norm rstd");
-  layer_norm_forward(context.stream, x, context.params.weight(gamma_), context.params.weight(beta_), eps_, y,
-                     mean, rstd);
+  layer_norm_forward(context.stream, x, context.weight(gamma_), context.weight(beta_), eps_, y, mean, rstd);
   if (saved) saved->tensors = {x, mean, rstd};
   return y;
 }
 
 Tensor LayerNorm::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
   const Tensor dx = new_activation(context, dtype_, dy.shape(), "layer_norm grad");
-  layer_norm_backward_input(context.stream, dy, saved.tensors[0], context.params.weight(gamma_),
-                            saved.tensors[1], saved.tensors[2], dx);
+  layer_norm_backward_input(context.stream, dy, saved.tensors[0], context.weight(gamma_), saved.tensors[1],
+                            saved.tensors[2], dx);
   saved.tensors.push_back(dy);
   return dx;
 }
 
 void LayerNorm::backward_weight(const Context& context, Saved& saved) const {
   if (!context.params.is_trainable(gamma_) && !context.params.is_trainable(beta_)) return;
-  layer_norm_backward_weight(context.stream, saved.tensors[3], saved.tensors[0], saved.tensors[1],
-                             saved.tensors[2], context.params.grad(gamma_), context.params.grad(beta_));
+  for_token_lanes(context, [&](const Context& lane, int64_t begin, int64_t end) {
+    const auto rows = [&](size_t i) { return saved.tensors[i].slice(0, begin, end); };
+    layer_norm_backward_weight(lane.stream, rows(3), rows(0), rows(1), rows(2), lane.grad(gamma_),
+                               lane.grad(beta_));
+  });
 }
 
 Cost LayerNorm::cost(int64_t num_samples, int64_t seq_len) const {
@@ -250,7 +256,18 @@ Tensor Dropout::apply(const Context& context, const Tensor& x) const {
   if (p_ == 0 || !context.training) return x;
   const Tensor y = new_activation(context, dtype_, x.shape(), "dropout");
   const RandomKey key{context.seed, RandomPurpose::kDropout, stream_, context.step};
-  dropout(context.stream, x, y, p_, key, context.batch.first_sample * context.batch.seq_len() * features_);
+  const int64_t seq = context.batch.seq_len(), own = context.own_tokens(),
+                samples = context.batch.num_samples();
+  const int64_t first = context.batch.first_sample * seq;
+  if (own == seq) {
+    dropout(context.stream, x, y, p_, key, first * features_);
+    return y;
+  }
+  for (int64_t i = 0; i < samples; ++i) {
+    const auto rows = [&](const Tensor& t) { return t.slice(0, i * own, (i + 1) * own); };
+    dropout(context.stream, rows(x), rows(y), p_, key,
+            (first + i * seq + context.tp->first_token(seq)) * features_);
+  }
   return y;
 }
 

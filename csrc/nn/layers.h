@@ -40,6 +40,9 @@ struct LinearOptions {
   DType dtype = DType::kF32;      // of input, weight and bias
   DType out_dtype = DType::kF32;  // of the output
   std::string tied_to;            // use this parameter [out, in] as the weight instead of a new one
+  // Above 1: the layer computes with one lane's part of the sizes. What is then a sum over lanes is fp32: a
+  // column's gradient of the input, a row's output, which is without the bias.
+  int64_t lanes = 1;
 };
 
 // y = x W^T + b with W [out, in].
@@ -47,6 +50,8 @@ class Linear final : public Layer {
  public:
   Linear(ParamRegistry& registry, const std::string& name, int64_t in, int64_t out,
          const LinearOptions& options);
+  // Of a row-parallel layer with several lanes, for the sum's owner to add; null without one.
+  const ParamUse* row_bias() const { return bias_of_sum_ ? &bias_use_ : nullptr; }
   Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
   Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
   void backward_weight(const Context& context, Saved& saved) const override;
@@ -54,8 +59,8 @@ class Linear final : public Layer {
 
  private:
   int64_t in_, out_;
-  DType dtype_, out_dtype_;
-  bool bias_, owns_weight_;
+  DType dtype_, out_dtype_, grad_dtype_;
+  bool bias_, bias_of_sum_, owns_weight_;
   ParamUse weight_, bias_use_;
 };
 

@@ -6,8 +6,8 @@
 #include "base/error.h"
 #include "base/math.h"
 #include "nn/compose.h"
-#include "nn/layers.h"
 #include "nn/llama_layers.h"
+#include "nn/parallel_layers.h"
 
 namespace polyreme {
 namespace {
@@ -50,7 +50,23 @@ void validate(const LlamaConfig& config) {
   stored("logits_dtype", config.logits_dtype, dtype_or_f32(config.logits_dtype), "dtype or float32");
 }
 
-LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, int64_t index) {
+void check_lanes_of(const LlamaConfig& config, const TensorLanes& lanes) {
+  check_tensor_cut("Llama", "heads", config.heads, lanes);
+  check_tensor_cut("Llama", "kv_heads", config.kv_heads, lanes);
+  check_tensor_cut("Llama", "mlp_hidden", config.mlp_hidden, lanes);
+  check_tensor_cut("Llama", "seq_len", config.seq_len, lanes);
+}
+
+// A branch of a block behind its norm. Several lanes: for one of them, with what joins them.
+LayerPtr join_lanes(LayerPtr inner, const LlamaConfig& config, const TensorLanes& lanes) {
+  if (lanes.lanes == 1) return inner;
+  return std::make_unique<LaneBranch>(
+      std::move(inner),
+      LaneBranchOptions{.lanes = lanes, .features = config.hidden, .dtype = config.dtype, .bias = {}});
+}
+
+LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, const TensorLanes& lanes,
+                     int64_t index) {
   const std::string prefix = concat("h.", index, ".");
   const int64_t hidden = config.hidden, head_dim = hidden / config.heads;
   const double branch_std = config.init_std / std::sqrt(2.0 * static_cast<double>(config.layers));
@@ -65,7 +81,8 @@ LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, int64_t
   const LinearOptions column{.init_std = config.init_std,
                              .cut = LinearCut::kColumn,
                              .dtype = config.dtype,
-                             .out_dtype = config.dtype};
+                             .out_dtype = config.dtype,
+                             .lanes = lanes.lanes};
   LinearOptions gate_up = column;
   gate_up.cut_blocks = 2;
   LinearOptions row = column;
@@ -80,27 +97,35 @@ LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, int64_t
   auto up = linear("mlp.gate_up", hidden, 2 * config.mlp_hidden, gate_up);
   auto down = linear("mlp.down", config.mlp_hidden, hidden, row);
 
-  LayerPtr attention =
-      sequential(std::move(norm1), std::move(qkv),
-                 std::make_unique<GroupedAttention>(GroupedAttentionOptions{
-                     config.heads, config.kv_heads, head_dim, config.rope_theta, config.dtype}),
-                 std::move(attention_out));
-  LayerPtr mlp = sequential(std::move(norm2), std::move(up),
-                            std::make_unique<SwiGlu>(config.mlp_hidden, config.dtype), std::move(down));
+  const int64_t parts = lanes.lanes;
+  const GroupedAttentionOptions grouped{config.heads / parts, config.kv_heads / parts, head_dim,
+                                        config.rope_theta, config.dtype};
+  LayerPtr heads = sequential(std::move(qkv), std::make_unique<GroupedAttention>(grouped));
+  if (config.recompute == Recomputation::kAttention)
+    heads = std::make_unique<Recompute>(std::move(heads), hidden, config.dtype);
+  LayerPtr all_heads = join_lanes(sequential(std::move(heads), std::move(attention_out)), config, lanes);
+  LayerPtr neurons =
+      join_lanes(sequential(std::move(up), std::make_unique<SwiGlu>(config.mlp_hidden / parts, config.dtype),
+                            std::move(down)),
+                 config, lanes);
+  LayerPtr attention = sequential(std::move(norm1), std::move(all_heads));
+  LayerPtr mlp = sequential(std::move(norm2), std::move(neurons));
   LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden, config.dtype),
                               std::make_unique<Residual>(std::move(mlp), hidden, config.dtype));
-  if (config.recompute) block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
+  if (config.recompute == Recomputation::kBlocks)
+    block = std::make_unique<Recompute>(std::move(block), hidden, config.dtype);
   return block;
 }
 
 }  // namespace
 
-Model build_llama(const LlamaConfig& given) {
+Model build_llama(const LlamaConfig& given, const TensorLanes& lanes) {
   LlamaConfig config = given;
   if (config.kv_heads == 0) config.kv_heads = config.heads;
   if (config.mlp_hidden == 0)
     config.mlp_hidden = round_up(ceil_div(8 * config.hidden, int64_t{3}), int64_t{64});
   validate(config);
+  check_lanes_of(config, lanes);
   Model model;
   model.description = concat(
       "Llama layers=", config.layers, " hidden=", config.hidden, " heads=", config.heads,
@@ -108,6 +133,7 @@ Model build_llama(const LlamaConfig& given) {
       " seq_len=", config.seq_len, " rope_theta=", config.rope_theta, " norm_eps=", config.norm_eps,
       " tied=", config.tied, " init_std=", config.init_std, " dtype=", dtype_name(config.dtype),
       " norm_dtype=", dtype_name(config.norm_dtype), " logits_dtype=", dtype_name(config.logits_dtype));
+  model.lanes = lanes;
   model.vocab = config.vocab;
   model.max_seq_len = config.seq_len;
   for (int64_t i = 0; i <= config.layers; ++i) model.cuts.push_back(static_cast<size_t>(1 + i));
@@ -119,28 +145,27 @@ Model build_llama(const LlamaConfig& given) {
   };
   ParamRegistry& registry = model.registry;
   add_layer([&] {
-    return std::make_unique<Embedding>(registry, config.vocab, 0, config.hidden, config.init_std,
-                                       config.dtype);
+    return build_embedding(registry, config.vocab, 0, config.hidden, config.init_std, config.dtype, lanes);
   });
-  for (int64_t i = 0; i < config.layers; ++i) add_layer([&] { return build_block(registry, config, i); });
+  for (int64_t i = 0; i < config.layers; ++i)
+    add_layer([&] { return build_block(registry, config, lanes, i); });
   add_layer([&] {
     return std::make_unique<RmsNorm>(registry, "ln_f", config.hidden, config.norm_eps, config.dtype,
                                      config.norm_dtype);
   });
-  LinearOptions head{.bias = false,
-                     .init_std = config.init_std,
-                     .cut = LinearCut::kColumn,
-                     .dtype = config.dtype,
-                     .out_dtype = config.logits_dtype};
-  if (config.tied) head.tied_to = "wte.weight";
-  add_layer([&] { return std::make_unique<Linear>(registry, "lm_head", config.hidden, config.vocab, head); });
-  add_layer([&] { return std::make_unique<CrossEntropy>(config.vocab, config.logits_dtype); });
+  const LaneHeadOptions head{.lanes = lanes,
+                             .init_std = config.init_std,
+                             .dtype = config.dtype,
+                             .out_dtype = config.logits_dtype,
+                             .tied_to = config.tied ? "wte.weight" : ""};
+  add_layer([&] { return build_head(registry, "lm_head", config.hidden, config.vocab, head); });
+  add_layer([&] { return build_loss(config.vocab, config.logits_dtype, lanes); });
   return model;
 }
 
-Model build_model(const ModelConfig& config) {
-  if (const auto* llama = std::get_if<LlamaConfig>(&config)) return build_llama(*llama);
-  return build_gpt(std::get<GptConfig>(config));
+Model build_model(const ModelConfig& config, const TensorLanes& lanes) {
+  if (const auto* llama = std::get_if<LlamaConfig>(&config)) return build_llama(*llama, lanes);
+  return build_gpt(std::get<GptConfig>(config), lanes);
 }
 
 }  // namespace polyreme

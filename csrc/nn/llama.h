@@ -20,7 +20,7 @@ struct LlamaConfig {
   float norm_eps = 1e-5f;
   double init_std = 0.02;  // the last linear of each branch: init_std / sqrt(2 * layers)
   bool tied = false;       // head and token embedding are one parameter
-  bool recompute = false;  // keep only the input of each block
+  Recomputation recompute = Recomputation::kNone;
   // As in GptConfig.
   DType dtype = DType::kF32;
   DType norm_dtype = DType::kF32;
@@ -28,10 +28,10 @@ struct LlamaConfig {
 };
 
 // Throws InvalidArgument, naming field, value and rule.
-Model build_llama(const LlamaConfig& config);
+Model build_llama(const LlamaConfig& config, const TensorLanes& lanes = {});
 
 // Of any family.
 using ModelConfig = std::variant<GptConfig, LlamaConfig>;
-Model build_model(const ModelConfig& config);
+Model build_model(const ModelConfig& config, const TensorLanes& lanes = {});
 
 }  // namespace polyreme

@@ -1,5 +1,6 @@
 #include "nn/llama_layers.h"
 
+#include "nn/parallel_layers.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -32,23 +33,24 @@ RmsNorm::RmsNorm(ParamRegistry& registry, const std::string& name, int64_t featu
 Tensor RmsNorm::forward(const Context& context, const Tensor& x, Saved* saved) const {
   const Tensor y = new_activation(context, dtype_, x.shape(), "rms_norm");
   const Tensor rstd = new_activation(context, DType::kF32, {x.size(0)}, "rms_norm rstd");
-  rms_norm_forward(context.stream, x, context.params.weight(gamma_), eps_, y, rstd);
+  rms_norm_forward(context.stream, x, context.weight(gamma_), eps_, y, rstd);
   if (saved) saved->tensors = {x, rstd};
   return y;
 }
 
 Tensor RmsNorm::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
   const Tensor dx = new_activation(context, dtype_, dy.shape(), "rms_norm grad");
-  rms_norm_backward_input(context.stream, dy, saved.tensors[0], context.params.weight(gamma_),
-                          saved.tensors[1], dx);
+  rms_norm_backward_input(context.stream, dy, saved.tensors[0], context.weight(gamma_), saved.tensors[1], dx);
   saved.tensors.push_back(dy);
   return dx;
 }
 
 void RmsNorm::backward_weight(const Context& context, Saved& saved) const {
   if (!context.params.is_trainable(gamma_)) return;
-  rms_norm_backward_weight(context.stream, saved.tensors[2], saved.tensors[0], saved.tensors[1],
-                           context.params.grad(gamma_));
+  for_token_lanes(context, [&](const Context& lane, int64_t begin, int64_t end) {
+    const auto rows = [&](size_t i) { return saved.tensors[i].slice(0, begin, end); };
+    rms_norm_backward_weight(lane.stream, rows(2), rows(0), rows(1), lane.grad(gamma_));
+  });
 }
 
 Cost RmsNorm::cost(int64_t num_samples, int64_t seq_len) const {

@@ -35,7 +35,7 @@ ParamUse ParamRegistry::declare_use(const std::string& name) {
 }
 
 ParamRegistry ParamRegistry::part(const std::vector<bool>& held, const std::vector<size_t>& chunk_of,
-                                  std::vector<int>* local) const {
+                                  const LaneRange& lanes, std::vector<int>* local) const {
   ParamRegistry result;
   local->assign(specs_.size(), -1);
   for (size_t param = 0; param < specs_.size(); ++param) {
@@ -45,8 +45,13 @@ ParamRegistry ParamRegistry::part(const std::vector<bool>& held, const std::vect
     for (const int layer : use_layers_[param])
       if (chunk_of[static_cast<size_t>(layer)] == chunk_of[first]) layers.push_back(layer);
     (*local)[param] = static_cast<int>(result.specs_.size());
-    result.specs_.push_back(specs_[param]);
-    result.use_layers_.push_back(std::move(layers));
+    ParamSpec spec = specs_[param];
+    const bool is_parted = lanes.lanes > 1 && is_cut(spec, "tp");
+    if (is_parted) spec.shape = spec.padded_shape = local_shape(spec, "tp", lanes.lanes);
+    for (int64_t lane = 0; lane < (is_parted ? lanes.count : 1); ++lane) {
+      result.specs_.push_back(spec);
+      result.use_layers_.push_back(layers);
+    }
   }
   return result;
 }

@@ -12,6 +12,9 @@ namespace polyreme {
 struct ParamUse {
   int param = -1;
   int use = 0;
+  // Of this rank's lanes of tensor parallelism: whose part of a parameter that is cut, whose tokens' gradient
+  // of one that is not.
+  int lane = 0;
 };
 
 // The parameters of a model in order of declaration. Layers declare theirs while they are built.
@@ -31,9 +34,10 @@ class ParamRegistry {
   // Throws InvalidArgument for an unknown name.
   int index(const std::string& name) const;
   // The parameters whose first use is in a layer with held[layer], in order, with their uses in layers of the
-  // same chunk_of[layer]. local[i] is set to the index there of parameter i, or -1.
+  // same chunk_of[layer]. Of one that tp cuts there are `lanes.count` parts, each of the shape of its part.
+  // local[i] is set to the index there of (the first part of) parameter i, or -1.
   ParamRegistry part(const std::vector<bool>& held, const std::vector<size_t>& chunk_of,
-                     std::vector<int>* local) const;
+                     const LaneRange& lanes, std::vector<int>* local) const;
 
  private:
   int find(const std::string& name) const;  // -1 if unknown

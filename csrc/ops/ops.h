@@ -131,6 +131,40 @@ void cross_entropy_forward(Stream& stream, const Tensor& logits, const Tensor& t
 void cross_entropy_backward(Stream& stream, const Tensor& logits, const Tensor& targets,
                             const Tensor& log_sum_exp, float scale);
 
+// ---- lanes of tensor parallelism ------------------------------------------------------------------
+// What a lane that has a part of a vocabulary, or the sum of lanes, needs. No GPU kernels yet.
+//
+// out[r] = x[r] + table[r modulo the table's rows], rounded once. x: fp32 [rows, cols]; table: fp32 or that
+// of out [any, cols]; out: F.
+void add_rows(Stream& stream, const Tensor& x, const Tensor& table, const Tensor& out);
+// out += x. x: F; out: fp32, of equal shape.
+void add_to(Stream& stream, const Tensor& x, const Tensor& out);
+// out (fp32 [batch, seq, cols]) = the rows of `table` (F), which has the tokens from first_token on; zeros
+// for other tokens.
+void embedding_part_forward(Stream& stream, const Tensor& tokens, const Tensor& table, int64_t first_token,
+                            const Tensor& out);
+// Adds dout (F [batch, seq, cols]) to the rows of `grad` that have the tokens, in ascending order of tokens.
+void embedding_part_backward(Stream& stream, const Tensor& tokens, const Tensor& dout, int64_t first_token,
+                             const Tensor& grad);
+// Cross-entropy over parts of the logits, F [rows, cols]: the part's first `valid` columns are the classes
+// from first_class on, the others are padding. `top`: fp32 [rows]; the maxima, NaN passed over, are taken
+// into it.
+struct LogitsPart {
+  Tensor logits;
+  int64_t first_class = 0;
+  int64_t valid = 0;
+};
+void cross_entropy_part_max(Stream& stream, const LogitsPart& part, const Tensor& top);
+// sums, fp32 [2, rows]: the sum of exp(logit - top); and the target's logit, 0 where it is in another part.
+void cross_entropy_part_sums(Stream& stream, const LogitsPart& part, const Tensor& targets, const Tensor& top,
+                             const Tensor& sums);
+// From the sums over all parts: as cross_entropy_forward.
+void cross_entropy_finish(Stream& stream, const Tensor& sums, const Tensor& targets, const Tensor& top,
+                          const Tensor& loss, const Tensor& log_sum_exp);
+// As cross_entropy_backward. Padding becomes 0.
+void cross_entropy_part_backward(Stream& stream, const LogitsPart& part, const Tensor& targets,
+                                 const Tensor& log_sum_exp, float scale);
+
 // ---- equal bits? ----------------------------------------------------------------------------------
 // out (one int64): a hash of the bytes of `x`, any dtype. Of two tensors of one size that differ in some bits
 // it is the same by chance alone, one in 2^64; not meant against an adversary.

@@ -26,6 +26,7 @@ const ShardedOptimizerOptions& checked(const ShardedOptimizerOptions& options,
           "; expected 0 (no limit) or more");
   require(options.bucket_bytes >= 1, "ShardedOptimizer: bucket_bytes=", options.bucket_bytes,
           "; expected at least 1");
+  check_wire(options.wire);
   return options;
 }
 
@@ -62,7 +63,8 @@ ShardedOptimizer::ShardedOptimizer(Device& device, Stream& background, Communica
       gradients_(*compute_, background, map_, group, options_.rule.trainable,
                  {.keeps_slices = options_.stage == 2,
                   .local_lanes = local_lanes(options_, group),
-                  .micro_batches = options_.micro_batches}),
+                  .micro_batches = options_.micro_batches,
+                  .wire = options_.wire}),
       rule_(make_optimizer(*compute_, map_, shard(), &group, options_.rule)),
       weights_(at(map_.num_units())),
       sums_(empty(device, DType::kI64, norm_shape(options_.norm_type), "gradient norm")),
@@ -82,6 +84,7 @@ void ShardedOptimizer::agree_on_settings() {
       fact("lanes", options_.lanes),
       fact("micro_batches", options_.micro_batches),
       fact("bucket_bytes", options_.bucket_bytes),
+      fact("dtype of communicated gradients", std::string(dtype_name(options_.wire))),
       fact("clipping", concat(options_.clip_norm, " in norm ", options_.norm_type)),
       fact("rule", describe(options_.rule)),
       fact("stochastic rounding", concat(options_.stochastic_rounding, " of seed ", options_.seed))};

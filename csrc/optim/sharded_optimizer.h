@@ -16,8 +16,9 @@ struct ShardedOptimizerOptions {
   int64_t lanes = 0;          // see LaneSum; 0: one for each rank
   int64_t micro_batches = 0;  // see UnitGradients
   int64_t bucket_bytes = int64_t{25} << 20;
-  float clip_norm = 0;   // 0: no limit
-  double norm_type = 2;  // 1 or more, or infinity
+  DType wire = DType::kF32;  // of communicated gradients, see LaneSum
+  float clip_norm = 0;       // 0: no limit
+  double norm_type = 2;      // 1 or more, or infinity
   // Weights are rounded to bf16 arrays up or down at random, by what is drawn for (seed, name, updates,
   // element), instead of to the nearest.
   bool stochastic_rounding = false;

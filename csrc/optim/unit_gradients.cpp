@@ -34,7 +34,8 @@ UnitGradients::UnitGradients(Stream& compute, Stream& background, const ShardMap
     const bool used =
         std::ranges::any_of(map.params_of(unit), [this](int param) { return is_trainable(param); });
     lane_sums_.push_back(used ? std::make_unique<LaneSum>(compute.device(), Shape{map.unit_elements(unit)},
-                                                          options.local_lanes, group)
+                                                          options.local_lanes, group,
+                                                          /*is_kept=*/true, options.wire)
                               : nullptr);
   }
 }
@@ -124,12 +125,12 @@ void UnitGradients::reduce(int unit) {
   background_.wait(*completed_);
   Tensor own;
   if (map_.num_shards() == 1) {
-    sum.finish(background_, &own)->wait_on(background_);
+    own = sum.reduce(background_);
   } else {
     const int64_t size = map_.unit_elements(unit) / map_.num_shards();
     own = options_.keeps_slices ? group_.allocate(compute_.device(), DType::kF32, {size}, "gradient slice")
                                 : sum.own_slice();
-    sum.finish_slice(background_, own)->wait_on(background_);
+    sum.reduce_slice(background_, own);
     if (options_.keeps_slices) sum.release();
   }
   own_[at(unit)] = own;

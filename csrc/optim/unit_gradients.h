@@ -18,6 +18,7 @@ class UnitGradients {
     int64_t local_lanes = 1;
     int64_t micro_batches =
         0;  // of this rank in a step, a multiple of local_lanes; 0: known at `finish` (one lane)
+    DType wire = DType::kF32;  // see LaneSum
   };
   // All arguments but `options` must outlive this object. `trainable`: per parameter; empty: all. Units
   // without a trainable parameter are left out.

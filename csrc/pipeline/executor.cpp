@@ -85,7 +85,7 @@ Executor::Executor(Schedule schedule, Communicator& group, Stream& compute, cons
   list_ = schedule_.actions[static_cast<size_t>(group.rank())];
   if (!options.overlap || !schedule_.has_transfers()) return;
   background_ = compute.device().create_stream("pipeline", StreamKind::kBackground);
-  if (runs_beside_the_host(*background_)) list_ = issue_order(list_);
+  if (options.issue_ahead && runs_beside_the_host(*background_)) list_ = issue_order(list_);
 }
 
 Executor::~Executor() = default;

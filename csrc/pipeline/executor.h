@@ -16,6 +16,10 @@ struct ExecutorOptions {
   // Transfers run on a background stream, beside computations, and are issued as early as issue_order.h says
   // where streams run at their own pace. False: one thing after the other.
   bool overlap = true;
+  // Whether receives may be issued ahead of computations that the list has before them. Not where
+  // computations have collectives of their own, which run in the order of issue: one would wait for a sender
+  // that waits for it.
+  bool issue_ahead = true;
   // Of the batch's lanes, see ValidateOptions.
   int lanes = 1;
 };

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/dtype.h"
@@ -53,5 +54,34 @@ struct ParamSpec {
 // The elements of `spec` that a rank of `axis` holds: its shape, given the axis' size. Throws
 // InvalidArgument, naming parameter, dim, blocks and axis size, where the dim does not divide.
 Shape local_shape(const ParamSpec& spec, const std::string& axis, int64_t axis_size);
+bool is_cut(const ParamSpec& spec, const std::string& axis);
+
+// The lanes of an axis that a rank owns: [first, first + count) of `lanes`.
+struct LaneRange {
+  int64_t lanes = 1;
+  int64_t first = 0;
+  int64_t count = 1;
+};
+
+// The elements of a parameter whose index along `dim` lies in one of the ranges [begin, end), ascending: a
+// lane's part, without padding. No ranges: all of it.
+struct PartRanges {
+  int dim = 0;
+  std::vector<std::pair<int64_t, int64_t>> ranges;
+};
+// The part of lane `lane` of `lanes`. The parameter is cut once along the axis, without replication.
+PartRanges part_ranges(const ParamSpec& spec, const std::string& axis, int64_t lanes, int64_t lane);
+// The number of its elements.
+int64_t part_elements(const ParamSpec& spec, const PartRanges& part);
+
+// Neighbouring elements of a lane's part of a parameter (row-major in local_shape of axis size `lanes`) that
+// are neighbours in `shape` too.
+struct PartRun {
+  int64_t part_begin = 0;
+  int64_t whole_begin = 0;
+  int64_t size = 0;
+};
+// All elements of a lane's part but padding, ascending; of the whole parameter if the axis does not cut it.
+std::vector<PartRun> part_runs(const ParamSpec& spec, const std::string& axis, int64_t lanes, int64_t lane);
 
 }  // namespace polyreme

@@ -199,7 +199,7 @@ class GptConfig:
         tied: bool,
         layer_norm_eps: float,
         init_std: float,
-        recompute: bool,
+        recompute: str,
         dtype: str,
         norm_dtype: str,
         logits_dtype: str,
@@ -220,7 +220,7 @@ class LlamaConfig:
         norm_eps: float,
         init_std: float,
         tied: bool,
-        recompute: bool,
+        recompute: str,
         dtype: str,
         norm_dtype: str,
         logits_dtype: str,
@@ -253,6 +253,7 @@ class Engine:
         global_batch: int,
         micro_batch: int,
         lanes_dp: int,
+        lanes_tp: int,
         seed: int,
         clip_norm: float,
         zero_stage: int,
@@ -260,8 +261,10 @@ class Engine:
         bucket_bytes: int,
         overlap: bool,
         round_first: bool,
+        gradient_dtype: str,
         prefetch: int,
         persist_below: int,
+        gather_for_step: bool,
         loss_scale: LossScalerOptions,
         max_skipped: int,
         optimizer: dict[str, Any],
@@ -276,7 +279,7 @@ class Engine:
     def write_param(self, name: str, values: _Floats) -> None: ...
     def check_replicas(self) -> None: ...
     def memory(self) -> list[tuple[str, int, bool]]: ...
-    def state_parts(self) -> list[tuple[str, str, str, int, int]]: ...
+    def state_parts(self) -> list[tuple[str, str, str, int, int, int, list[tuple[int, int]]]]: ...
     def read_state(self, ranges: npt.NDArray[np.int64], to: npt.NDArray[np.uint8]) -> None: ...
     def write_state(self, ranges: npt.NDArray[np.int64], data: npt.NDArray[np.uint8]) -> None: ...
     @property
@@ -292,6 +295,8 @@ class Engine:
     def loss_scaler_state(self, state: tuple[float, int, int]) -> None: ...
     @property
     def lanes_dp(self) -> int: ...
+    @property
+    def lanes_tp(self) -> int: ...
     @property
     def num_parameters(self) -> int: ...
 
@@ -327,6 +332,7 @@ class ShardedOptimizer:
         lanes: int,
         micro_batches: int,
         bucket_bytes: int,
+        gradient_dtype: str,
         clip_norm: float,
         norm_type: float,
         stochastic_rounding: bool,

@@ -11,6 +11,7 @@ from . import _core
 from .checks import check_int, check_type
 from .errors import InvalidArgument, NotAvailable
 from .group import Group
+from .layout import layout_to_verify
 from .world import World
 
 __all__ = ["Mesh", "SubMesh"]
@@ -65,6 +66,8 @@ class Mesh:
         groups: Sequence[Sequence[str]] = (),
     ) -> None:
         check_type("Mesh: world", world, World, "the polyreme.World that polyreme.init returns")
+        if (layout := layout_to_verify()) is not None:
+            dp, tp, pp = layout.dp, layout.tp, layout.pp
         sizes = _check_sizes(world.size, {"dp": dp, "pp": pp, "tp": tp, "cp": cp, "ep": ep})
         order = _check_order(order)
         check_type("Mesh: topology", topology, str, "'launch' or 'host'")

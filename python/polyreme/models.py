@@ -13,6 +13,8 @@ from .precision import Precision
 
 __all__ = ["GPT", "Llama", "Model"]
 
+_RECOMPUTE: dict[bool | str, str] = {False: "none", True: "blocks", "attention": "attention"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model(ABC):
@@ -24,6 +26,7 @@ class Model(ABC):
     heads: int
     vocab: int
     seq_len: int
+    recompute: bool | str = False
 
     @abstractmethod
     def _config(self, precision: str | Precision = "fp32") -> Any: ...
@@ -34,6 +37,13 @@ class Model(ABC):
 
     def _store(self, name: str, value: int | float) -> None:
         object.__setattr__(self, name, value)  # as a plain int or float, whatever type came
+
+    def _check_recompute(self, family: str) -> None:
+        value = self.recompute
+        if not isinstance(value, bool) and value != "attention":
+            raise InvalidArgument(
+                f"{family}: recompute is {value!r} ({type(value).__name__}); expected True, False or 'attention'"
+            )
 
     def _check_heads(self, family: str) -> None:
         if self.hidden % self.heads:
@@ -77,8 +87,9 @@ class GPT(Model):
     mlp_hidden: default 4 * hidden.
     dropout: probability, after the embedding and at the end of both branches of a block.
     tied: head and token embedding are one parameter.
-    recompute: keep only the input of each block for backward; less memory, a third more arithmetic,
-        the same bits.
+    recompute: what backward computes again instead of keeping it; the same bits. True: all but the input of each
+        block; least memory, a third more arithmetic. "attention": queries, keys and values and the attention over
+        them (selective recomputation); a fifth less memory for less than half of that arithmetic.
     """
 
     layers: int = 12
@@ -91,7 +102,7 @@ class GPT(Model):
     tied: bool = True
     layer_norm_eps: float = 1e-5
     init_std: float = 0.02
-    recompute: bool = False
+    recompute: bool | str = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "seq_len"):
@@ -101,8 +112,8 @@ class GPT(Model):
                 "mlp_hidden",
                 check_int("GPT: mlp_hidden", self.mlp_hidden, 1, otherwise="None for 4 * hidden"),
             )
-        for name in ("tied", "recompute"):
-            check_type(f"GPT: {name}", getattr(self, name), bool, "True or False")
+        check_type("GPT: tied", self.tied, bool, "True or False")
+        self._check_recompute("GPT")
         self._check_heads("GPT")
         self._store("dropout", check_number("GPT: dropout", self.dropout, high=1.0))
         self._store("layer_norm_eps", check_number("GPT: layer_norm_eps", self.layer_norm_eps, above=True))
@@ -120,7 +131,7 @@ class GPT(Model):
             tied=self.tied,
             layer_norm_eps=self.layer_norm_eps,
             init_std=self.init_std,
-            recompute=self.recompute,
+            recompute=_RECOMPUTE[self.recompute],
             **Precision.of(precision)._dtypes(),
         )
 
@@ -146,8 +157,9 @@ class Llama(Model):
     seq_len: longest sequence, in tokens.
     rope_theta: base of the rotary wavelengths.
     tied: head and token embedding are one parameter.
-    recompute: keep only the input of each block for backward; less memory, a third more arithmetic,
-        the same bits.
+    recompute: what backward computes again instead of keeping it; the same bits. True: all but the input of each
+        block; least memory, a third more arithmetic. "attention": queries, keys and values and the attention over
+        them (selective recomputation); a fifth less memory for less than half of that arithmetic.
 
     Example:
         >>> pr.models.Llama(layers=6, hidden=768, heads=12, kv_heads=4, vocab=32000, seq_len=1024)
@@ -164,7 +176,7 @@ class Llama(Model):
     norm_eps: float = 1e-5
     init_std: float = 0.02
     tied: bool = False
-    recompute: bool = False
+    recompute: bool | str = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "seq_len"):
@@ -172,8 +184,8 @@ class Llama(Model):
         for name, default in (("kv_heads", "None for heads"), ("mlp_hidden", "None for 8/3 * hidden")):
             if getattr(self, name) is not None:
                 self._store(name, check_int(f"Llama: {name}", getattr(self, name), 1, otherwise=default))
-        for name in ("tied", "recompute"):
-            check_type(f"Llama: {name}", getattr(self, name), bool, "True or False")
+        check_type("Llama: tied", self.tied, bool, "True or False")
+        self._check_recompute("Llama")
         self._check_heads("Llama")
         if self.hidden // self.heads % 2:
             raise InvalidArgument(
@@ -206,7 +218,7 @@ class Llama(Model):
             norm_eps=self.norm_eps,
             init_std=self.init_std,
             tied=self.tied,
-            recompute=self.recompute,
+            recompute=_RECOMPUTE[self.recompute],
             **Precision.of(precision)._dtypes(),
         )
 

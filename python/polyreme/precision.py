@@ -61,13 +61,15 @@ class LossScale:
 class Precision:
     """How a model is stored. `Trainer(precision="bf16")` is `Trainer(precision=pr.Precision(dtype="bf16"))`.
 
-    Arithmetic, statistics and sums inside kernels, gradients of parameters and the optimizer are fp32 in any
-    case; what is stored in 16 bits is rounded once, to nearest even. With 16-bit parameters the optimizer keeps
+    Arithmetic, statistics and sums inside kernels, sums of gradients and the optimizer are fp32 in any case; what is stored in 16 bits is rounded once, to nearest even. With 16-bit parameters the optimizer keeps
     fp32 masters, from which they are rounded after every update.
 
     dtype: "fp32", "bf16" or "fp16": parameters and activations.
     norms: the parameters of norms: `dtype` (None) or "fp32".
     logits: what the loss reads, and its gradient: `dtype` (None) or "fp32".
+    gradients: "fp32", "bf16" or "fp16": what the gradient of a lane is rounded to, once, before lanes are added in
+        fp32. The bits are those of any other layout; where every rank has one lane (lanes.dp is dp, a power of
+        two) gradients travel between ranks in half the bytes.
     loss_scale: LossScale(...), a number for a fixed one, or None: dynamic for fp16, 1 otherwise.
 
     Example:
@@ -82,13 +84,15 @@ class Precision:
     dtype: str = "fp32"
     norms: str | None = None
     logits: str | None = None
+    gradients: str = "fp32"
     loss_scale: LossScale | float | None = None
 
     def __post_init__(self) -> None:
-        _check_name("Precision: dtype", self.dtype, tuple(DTYPES))
+        check_name("Precision: dtype", self.dtype, tuple(DTYPES))
         for name in ("norms", "logits"):
             if getattr(self, name) is not None:
-                _check_name(f"Precision: {name}", getattr(self, name), tuple({self.dtype: 0, "fp32": 0}))
+                check_name(f"Precision: {name}", getattr(self, name), tuple({self.dtype: 0, "fp32": 0}))
+        check_name("Precision: gradients", self.gradients, tuple(DTYPES))
         scale = self.loss_scale
         if scale is not None and not isinstance(scale, LossScale):
             number = check_number(
@@ -101,7 +105,7 @@ class Precision:
         """`value`, or the precision of that name."""
         if isinstance(value, Precision):
             return value
-        _check_name("precision", value, tuple(DTYPES), "a polyreme.Precision")
+        check_name("precision", value, tuple(DTYPES), "a polyreme.Precision")
         return cls(dtype=value)
 
     def scaling(self) -> LossScale:
@@ -122,7 +126,7 @@ class Precision:
         }
 
 
-def _check_name(what: str, value: object, names: tuple[str, ...], otherwise: str = "") -> None:
+def check_name(what: str, value: object, names: tuple[str, ...], otherwise: str = "") -> None:
     if value not in names:
         expected = " or ".join(repr(name) for name in names)
         raise InvalidArgument(

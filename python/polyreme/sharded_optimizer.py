@@ -18,6 +18,7 @@ from .errors import InvalidArgument, NumericError
 from .group import Group
 from .loss_scaler import LossScaler
 from .optim import AdamW, Optimizer
+from .precision import DTYPES, check_name
 
 __all__ = ["ShardedOptimizer", "UpdateStats"]
 
@@ -75,6 +76,8 @@ class ShardedOptimizer:
             is reduced while the last backward pass still goes on (see `add`). Needed where a rank has
             several lanes, of which it must be a multiple.
         bucket_bytes: gradients are reduced once a bucket has so many fp32 bytes.
+        gradient_dtype: "fp32", "bf16" or "fp16": what the summed gradient of a lane is rounded to before lanes are
+            added in fp32, and travels in where every rank has one lane; see `Precision.gradients`.
         clip_norm, norm_type: clips the averaged gradient; 0: no limit. norm_type: 1 or more, or math.inf.
         loss_scaler: for float16; see LossScaler. The loss must be multiplied by `loss_scale`.
         nonfinite: "skip" or "raise" where a gradient is not finite. Default: "skip" with a loss scaler.
@@ -99,6 +102,7 @@ class ShardedOptimizer:
         lanes: int | None = None,
         micro_batches: int | None = None,
         bucket_bytes: int = 25 << 20,
+        gradient_dtype: str = "fp32",
         clip_norm: float = 0.0,
         norm_type: float = 2.0,
         loss_scaler: LossScaler | None = None,
@@ -114,6 +118,7 @@ class ShardedOptimizer:
             check_type("ShardedOptimizer: loss_scaler", loss_scaler, LossScaler, "a polyreme.LossScaler")
         if nonfinite not in (None, "skip", "raise"):
             raise InvalidArgument(f"ShardedOptimizer: nonfinite={nonfinite!r}; expected 'skip' or 'raise'")
+        check_name("ShardedOptimizer: gradient_dtype", gradient_dtype, tuple(DTYPES))
         self.loss_scaler = loss_scaler
         self.group = group
         self._raises = nonfinite == "raise" or (nonfinite is None and loss_scaler is None)
@@ -146,6 +151,7 @@ class ShardedOptimizer:
             lanes=0 if lanes is None else check_int("ShardedOptimizer: lanes", lanes, 1),
             micro_batches=self._micro_batches,
             bucket_bytes=check_int("ShardedOptimizer: bucket_bytes", bucket_bytes, 1),
+            gradient_dtype=DTYPES[gradient_dtype],
             clip_norm=check_number("ShardedOptimizer: clip_norm", clip_norm),
             norm_type=order,
             stochastic_rounding=bool(stochastic_rounding),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -18,9 +19,10 @@ from .checkpoint.training import TrainerState
 from .checks import MAX_SEED, check_int, check_number, check_type
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
+from .layout import lanes_to_verify, layout_to_verify
 from .mesh import Mesh
 from .models import Model
-from .precision import Precision
+from .precision import DTYPES, Precision
 from .schedule import FixedSchedule, Schedule, ScheduleKind, one_f_one_b
 from .verification import StepRecorder, precision_to_verify
 from .world import Lanes
@@ -70,7 +72,7 @@ class Trainer:
 
     Args:
         model: what to train.
-        mesh: the ranks, along dp and pp in this version.
+        mesh: the ranks, along dp, tp and pp.
         optimizer: the update rule with its learning rate.
         global_batch: samples of one step, over all ranks.
         micro_batch: samples of one forward pass; changes memory and speed, not the bits.
@@ -127,15 +129,15 @@ class Trainer:
         check_type("model", model, Model, "a polyreme.models.GPT or Llama")
         check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
         for axis in mesh.order:
-            if axis not in ("dp", "pp") and mesh.size(axis) > 1:
+            if axis not in ("dp", "pp", "tp") and mesh.size(axis) > 1:
                 raise NotAvailable(
-                    f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp and pp only; use"
+                    f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp, tp and pp only; use"
                     f" pr.Mesh(world, dp={mesh.world.size})"
                 )
         check_type("optimizer", optimizer, optim.Optimizer, "a rule such as polyreme.AdamW()")
         if lanes is not None:
             check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")
-        lanes = lanes or Lanes()
+        lanes = lanes_to_verify(lanes or Lanes())
         zero = Zero.of(zero)
         precision = precision_to_verify(Precision.of(precision))
         if on_nonfinite not in ("raise", "skip"):
@@ -145,6 +147,9 @@ class Trainer:
         if clip_norm is not None:
             clip_norm = check_number("clip_norm", clip_norm, above=True, otherwise="None for no limit")
         seed = check_int("seed", seed, 0, MAX_SEED)
+        if (layout := layout_to_verify()) is not None:
+            zero, schedule, split = layout.of_zero(zero), layout.of_schedule(schedule), None
+            micro_batch = layout.micro_batch or micro_batch
         self.model = model
         self.mesh = mesh
         self.optimizer = optimizer
@@ -162,6 +167,7 @@ class Trainer:
             global_batch=global_batch,
             micro_batch=micro_batch,
             lanes_dp=lanes.dp or 0,
+            lanes_tp=lanes.tp or 0,
             seed=seed,
             clip_norm=clip_norm or 0.0,
             zero_stage=zero.stage,
@@ -169,8 +175,10 @@ class Trainer:
             bucket_bytes=zero.bucket_bytes,
             overlap=zero.overlap,
             round_first=lanes.order == "round_first",
+            gradient_dtype=DTYPES[precision.gradients],
             prefetch=zero.prefetch,
             persist_below=zero.persist_below,
+            gather_for_step=zero._gather_for_step(lists is not None),
             loss_scale=_core.LossScalerOptions(**asdict(precision.scaling())),
             max_skipped=_SKIPS.get(on_nonfinite, on_nonfinite),
             optimizer={
@@ -180,8 +188,9 @@ class Trainer:
             schedule=lists._core if lists is not None else None,
             split=_split(split, lists),
         )
-        self.lanes = replace(lanes, dp=self._engine.lanes_dp)
+        self.lanes = replace(lanes, dp=self._engine.lanes_dp, tp=self._engine.lanes_tp)
         self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints
+        self._compared_batches = False
         self._recorder = StepRecorder.from_environment(mesh.world.rank)
 
     # ---- steps ----
@@ -220,8 +229,29 @@ class Trainer:
         """
         lr = self.optimizer.lr_at(self.applied_steps + 1)
         start = self._begin()
-        raw = self._engine.train_batch(_token_array(tokens, "tokens"), _token_array(targets, "targets"), lr)
-        return self._stats(raw, lr, time.perf_counter() - start)
+        arrays = _token_array(tokens, "tokens"), _token_array(targets, "targets")
+        raw = self._engine.train_batch(*arrays, lr)
+        seconds = time.perf_counter() - start
+        if not self._compared_batches:
+            self._warn_of_equal_batches(*arrays)
+        return self._stats(raw, lr, seconds)
+
+    def _warn_of_equal_batches(self, tokens: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
+        """Of the first step alone: a loader that gives several ranks the same samples is one from the start."""
+        self._compared_batches = True
+        if self.mesh.size("dp") == 1:
+            return
+        digest = hashlib.sha256(tokens.tobytes() + targets.tobytes()).digest()
+        places: dict[bytes, list[int]] = {}
+        for place, row in enumerate(self.mesh["dp"].all_gather(np.frombuffer(digest, np.uint8)[None])):
+            places.setdefault(row.tobytes(), []).append(place)
+        equal = [ranks for ranks in places.values() if len(ranks) > 1]
+        if equal and self.mesh.world.rank == 0:
+            logging.getLogger("polyreme").warning(
+                "the first batch is the same on dp ranks %s: give each rank its own part of the global batch, or"
+                " what they compute is computed twice",
+                " and on ".join(", ".join(map(str, ranks)) for ranks in equal),
+            )
 
     def fit(
         self,
@@ -420,7 +450,7 @@ class Trainer:
         Without `step`, what stays between steps: weights, masters (fp32, of 16-bit weights), gradients, tied gradients (of a tied parameter's
         further uses), lane buffers (partial sums of a rank that has several lanes), moments. With it, also the
         most that a step adds at once: gather window (zero=3), buckets (zero=2 and 3, gradients that are not
-        reduced yet). Activations and the communicators' staging are not among them.
+        reduced yet), rounded gradients (what `Precision.gradients` makes of them). Activations and the communicators' staging are not among them.
 
         Example:
             >>> sum(trainer.memory().values()) / trainer.num_parameters  # doctest: +SKIP

@@ -2,7 +2,8 @@
 
 `polyreme verify` starts a script once for each layout with POLYREME_VERIFY_DIR and
 POLYREME_VERIFY_STEPS set; the trainer then writes a record of every step and ends the script after
-the last one. With POLYREME_VERIFY_PRECISION the trainer computes in that precision, and records losses alone.
+the last one. POLYREME_VERIFY_LAYOUT and _LANES take the place of the script's (see layout.py). With
+POLYREME_VERIFY_PRECISION the trainer computes in that precision, and records losses alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 
 from .errors import InvalidArgument
+from .layout import AXES, LANES_VARIABLE, LAYOUT_VARIABLE
 from .precision import Precision
 
 if TYPE_CHECKING:
@@ -29,13 +31,39 @@ __all__ = [
     "StepRecorder",
     "compare_losses",
     "first_difference",
+    "is_verifying",
     "precision_to_verify",
     "read_records",
+    "variables",
 ]
 
 DIR_VARIABLE = "POLYREME_VERIFY_DIR"
 STEPS_VARIABLE = "POLYREME_VERIFY_STEPS"
 PRECISION_VARIABLE = "POLYREME_VERIFY_PRECISION"
+
+
+def variables(
+    folder: str,
+    steps: int,
+    *,
+    layout: str | None = None,
+    lanes: Mapping[str, int] | None = None,
+    precision: str | None = None,
+) -> dict[str, str]:
+    """The environment that makes a script record `steps` steps in `folder`, with these instead of its own."""
+    found = {DIR_VARIABLE: folder, STEPS_VARIABLE: str(steps)}
+    if layout is not None:
+        found[LAYOUT_VARIABLE] = layout
+    if lanes:
+        found[LANES_VARIABLE] = json.dumps(lanes)
+    if precision is not None:
+        found[PRECISION_VARIABLE] = precision
+    return found
+
+
+def is_verifying(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this is a run of `polyreme verify`."""
+    return DIR_VARIABLE in (os.environ if environ is None else environ)
 
 
 def precision_to_verify(precision: Precision) -> Precision:
@@ -51,7 +79,7 @@ class StepRecorder:
     """
 
     def __init__(self, folder: str, steps: int, rank: int, *, losses_only: bool = False) -> None:
-        self._steps = steps
+        self._steps_left = steps
         self._losses_only = losses_only
         self._file: TextIO = open(os.path.join(folder, f"rank-{rank}.jsonl"), "w", encoding="utf-8")  # noqa: SIM115
 
@@ -59,7 +87,7 @@ class StepRecorder:
     def from_environment(cls, rank: int, environ: Mapping[str, str] | None = None) -> StepRecorder | None:
         """The recorder that `polyreme verify` asks for; None outside of it."""
         env = os.environ if environ is None else environ
-        if DIR_VARIABLE not in env:
+        if not is_verifying(env):
             return None
         steps = int(env.get(STEPS_VARIABLE, "1"))
         return cls(env[DIR_VARIABLE], steps, rank, losses_only=PRECISION_VARIABLE in env)
@@ -75,7 +103,7 @@ class StepRecorder:
         learning = [name for name in names if name not in trainer.frozen]
         line = {
             "step": stats.step,
-            "lanes": trainer.lanes.dp,
+            "lanes": {axis: getattr(trainer.lanes, axis) for axis in AXES if hasattr(trainer.lanes, axis)},
             "weights_before": self._weights_before,
             "skipped": stats.skipped,
             "loss": stats.loss.hex(),
@@ -85,7 +113,8 @@ class StepRecorder:
         }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        if stats.step >= self._steps:
+        self._steps_left -= 1
+        if self._steps_left <= 0:
             trainer.mesh.world.barrier()
             raise SystemExit(0)
 
@@ -111,8 +140,7 @@ def read_records(folder: str, num_ranks: int) -> list[list[dict[str, Any]]]:
                 lines = [json.loads(line) for line in file]
         if not lines:
             raise InvalidArgument(
-                f"rank {rank} of {num_ranks} recorded no step; does the script train with polyreme.Trainer,"
-                " and does its mesh follow the number of ranks?"
+                f"rank {rank} of {num_ranks} recorded no step; does the script train with polyreme.Trainer?"
             )
         ranks.append(lines)
     return ranks
@@ -169,17 +197,21 @@ class Difference:
     name: str
     expected: str
     got: str
-    lanes: tuple[int, int]
+    lanes: tuple[dict[str, int], dict[str, int]]
 
     def __str__(self) -> str:
         tensor = f" of '{self.name}'" if self.name else ""
         text = f"step {self.step}, rank {self.rank}: {self.what}{tensor} is {self.got}, the 1-rank run has {self.expected}"
         if self.lanes[0] != self.lanes[1]:
             text += (
-                f"; the runs have different lanes.dp ({self.lanes[1]} and {self.lanes[0]}): give the Trainer"
-                " lanes=pr.Lanes(dp=...) explicitly"
+                f"; the runs have different lanes, {_text(self.lanes[1])} and {_text(self.lanes[0])}: give the Trainer"
+                " the same lanes in every layout"
             )
         return text
+
+
+def _text(lanes: Mapping[str, int]) -> str:
+    return ", ".join(f"lanes.{axis}={size}" for axis, size in lanes.items())
 
 
 def first_difference(expected: list[dict[str, Any]], ranks: list[list[dict[str, Any]]]) -> Difference | None:

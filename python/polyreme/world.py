@@ -25,6 +25,9 @@ class Lanes:
 
     dp: lanes of the global batch; a power of two that dp divides, or dp itself (the default,
         None).
+    tp: lanes of the dimensions that tensor parallelism cuts (heads, mlp_hidden, the vocabulary, and the tokens of a
+        sample), all of which it must divide but the vocabulary; a power of two that tp divides, or tp itself (the
+        default, None).
     order: of the sum over micro-batches and lanes. "lane_first": a lane's micro-batches one after the other,
         then the lanes; their size does not change the bits, but where a lane has several, ZeRO stages 2 and 3
         hold the whole local gradient until the last lane ends. "round_first": the lanes' first micro-batches,
@@ -33,14 +36,17 @@ class Lanes:
     """
 
     dp: int | None = None
+    tp: int | None = None
     order: Literal["lane_first", "round_first"] = "lane_first"
 
     def __post_init__(self) -> None:
         if self.order not in ("lane_first", "round_first"):
             raise InvalidArgument(f"Lanes: order={self.order!r}; expected 'lane_first' or 'round_first'")
-        if self.dp is not None:
-            dp = check_int("Lanes: dp", self.dp, 1, otherwise="None for the size of dp")
-            object.__setattr__(self, "dp", dp)
+        for axis in ("dp", "tp"):
+            lanes = getattr(self, axis)
+            if lanes is not None:
+                lanes = check_int(f"Lanes: {axis}", lanes, 1, otherwise=f"None for the size of {axis}")
+                object.__setattr__(self, axis, lanes)
 
 
 class World:

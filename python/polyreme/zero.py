@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .checks import check_int, check_type
+from .errors import InvalidArgument
 
 __all__ = ["Zero"]
 
@@ -24,6 +25,10 @@ class Zero:
     overlap: buckets are reduced, and weights gathered, while the backward pass goes on.
     prefetch: stage 3: layers whose weights are gathered ahead of use.
     persist_below: stage 3: parameters of fewer elements stay whole on every rank.
+    gather: stage 3: "use": a layer's weights are gathered for each micro-batch, forwards and again backwards; least
+        memory. "step": once a step, and they stay until its last use of any; the traffic of one gather instead of
+        two for each micro-batch, and a rank's weights whole while the step runs. Default: "step" with a pipeline,
+        whose stages hold a part of the model and take many micro-batches, "use" without.
 
     Example:
         >>> import polyreme as pr
@@ -40,6 +45,7 @@ class Zero:
     overlap: bool = True
     prefetch: int = 1
     persist_below: int = 0
+    gather: str | None = None
 
     def __post_init__(self) -> None:
         def set_int(name: str, low: int, high: int | None = None) -> None:
@@ -53,6 +59,13 @@ class Zero:
         check_type("Zero: overlap", self.overlap, bool, "True or False")
         set_int("prefetch", 0)
         set_int("persist_below", 0)
+        if self.gather not in (None, "use", "step"):
+            raise InvalidArgument(
+                f"Zero: gather={self.gather!r}; expected 'use', 'step', or None for the default"
+            )
+
+    def _gather_for_step(self, in_a_pipeline: bool) -> bool:
+        return self.gather == "step" or (self.gather is None and in_a_pipeline)
 
     @classmethod
     def of(cls, value: int | Zero) -> Zero:

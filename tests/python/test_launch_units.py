@@ -112,6 +112,7 @@ def test_rank_environment_has_all_launch_variables() -> None:
         "POLYREME_JOB_ID": "ab",
         "POLYREME_SECRET": "s" * 64,
         "POLYREME_LAUNCHER": "run",
+        "POLYREME_RESTART_COUNT": "0",
         "POLYREME_NUM_THREADS": "2",
         "OMP_NUM_THREADS": "2",
         "PYTHONFAULTHANDLER": "1",

@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 def write(path, mode=0o600, **changes):
     """A file as rank 0 writes it, of this process."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    own = {"pid": os.getpid(), "start": private_file._start_of(os.getpid())}
+    own = {"pid": os.getpid(), "start": private_file.start_of(os.getpid())}
     path.write_text(json.dumps({**own, **vars(WHAT), **changes}))
     path.chmod(mode)
     return path
@@ -92,7 +92,7 @@ def test_many_jobs_that_meet_at_once(folder):
 
 @pytest.mark.parametrize("why", ["dead", "another start", "another boot"])
 def test_what_a_dead_process_has_left_is_not_believed(folder, why):
-    own = private_file._start_of(os.getpid())
+    own = private_file.start_of(os.getpid())
     changes = {
         "dead": {"pid": a_dead_process()},
         "another start": {"start": "1" + own},

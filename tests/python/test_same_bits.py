@@ -57,7 +57,7 @@ def test_lanes_do_change_the_bits():
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", [True, False, "attention"])
 def test_tied_dropout_recompute(tied, dropout, recompute):
     model = pr.models.GPT(**TINY, tied=tied, dropout=dropout, recompute=recompute)
     assert many(2, 4, model=model, micro_batch=2) == one_rank(4, tied, dropout)

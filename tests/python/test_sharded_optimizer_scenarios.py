@@ -509,7 +509,8 @@ def test_o_mp_05_accumulation_is_in_fp32(stage, dp):
 
 @STAGES
 @pytest.mark.parametrize("value", [10000.0, 2.0**-24])
-def test_o_mp_06_fp16_gradients_are_reduced_in_fp32(stage, value):
+@pytest.mark.parametrize("gradient_dtype", ["fp32", "fp16"])
+def test_o_mp_06_fp16_gradients_are_reduced_in_fp32(stage, value, gradient_dtype):
     def body(group):
         optimizer = pr.ShardedOptimizer(
             scalars("w", dtype=np.float16),
@@ -517,6 +518,7 @@ def test_o_mp_06_fp16_gradients_are_reduced_in_fp32(stage, value):
             stage=stage,
             rule=sgd(),
             loss_scaler=pr.LossScaler.static(1),
+            gradient_dtype=gradient_dtype,
         )
         stats = optimizer.step({"w": ones(value, np.float16)})
         return float(optimizer.gradient("w")[0]), stats.skipped

@@ -18,14 +18,31 @@ import sys
 import numpy as np
 import polyreme as pr
 world = pr.init()
-model = pr.models.GPT(layers=1, hidden=16, heads=2, vocab=31, seq_len=8)
-lanes = None if "no-lanes" in sys.argv else pr.Lanes(dp=4)
-trainer = pr.Trainer(model, pr.Mesh(world), optimizer=pr.AdamW(lr=1e-2), global_batch=4, lanes=lanes, zero=1)
+model = pr.models.GPT(layers=2, hidden=16, heads=2, vocab=31, seq_len=8)
+lanes = pr.Lanes(dp=4)
+if "no-lanes" in sys.argv:
+    lanes = None
+if "own-lanes" in sys.argv:
+    lanes = pr.Lanes(dp=2 * world.size)
+own = dict(pp=2) if "pipeline" in sys.argv else {}
+mesh = pr.Mesh(world, **own)
+zero = pr.Zero(stage=1, shard_size=2 if mesh.size("dp") % 2 == 0 else None)
+split = [1, 1] if "pipeline" in sys.argv else None
+trainer = pr.Trainer(
+    model, mesh, optimizer=pr.AdamW(lr=1e-2), global_batch=4, lanes=lanes, zero=zero, split=split
+)
+if "layout" in sys.argv:
+    shown = [mesh.size("dp"), mesh.size("pp"), trainer.lanes.dp, trainer.memory()["gradients"]]
+    print(shown, file=open(f"layout-{world.size}-{world.rank}", "w"))
 random = np.random.default_rng(0)
-share = 4 // world.size
+share = 4 // mesh.size("dp")
+first = mesh.coordinate("dp") * share
+checkpoints = pr.Checkpointer("saved", every=1)
 for step in range(100):
-    tokens = random.integers(0, 31, (4, 9))[world.rank * share : (world.rank + 1) * share]
+    tokens = random.integers(0, 31, (4, 9))[first : first + share]
     trainer.step(tokens[:, :-1], tokens[:, 1:])
+    if "save" in sys.argv:
+        checkpoints.save(trainer)
     if "bug" in sys.argv and step == 1 and world.rank == 1:
         bias = trainer.parameter("ln_f.bias")
         bias[3] += 1e-6
@@ -35,19 +52,45 @@ for step in range(100):
 """
 
 
-def verify(tmp_path, *arguments, layouts="dp=2 dp=4"):
+def verify(tmp_path, *arguments, layouts="dp=2 dp=4", options=()):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    return polyreme("verify", "--json", "--steps", 4, "--layouts", layouts, script, *arguments)
+    return polyreme(
+        *("verify", "--json", "--steps", 4, "--layouts", layouts, *options, script, *arguments), cwd=tmp_path
+    )
+
+
+def equal_layouts(done, steps=4):
+    assert done.returncode == 0, done.stderr + done.stdout
+    result = json.loads(done.stdout)
+    assert result["equal"]
+    assert result["steps"] == steps
+    return [layout["layout"] for layout in result["layouts"]]
 
 
 def test_equal_bits(tmp_path):
-    done = verify(tmp_path)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["equal"]
-    assert result["steps"] == 4
-    assert [layout["layout"] for layout in result["layouts"]] == ["dp=2", "dp=4"]
+    layouts = "dp=2 dp=2,pp=2,zero=3,schedule=zb_v,micro_batch=2"
+    assert equal_layouts(verify(tmp_path, "layout", layouts=layouts)) == layouts.split()
+    alone, both, four = (
+        json.loads((tmp_path / f"layout-{size}-0").read_text().replace("'", '"')) for size in (1, 2, 4)
+    )
+    assert [alone[:3], both[:3], four[:3]] == [[1, 1, 4], [2, 1, 4], [2, 2, 4]]
+    assert four[3] < both[3] / 2  # its stage and its part of the model
+
+
+def test_the_scripts_own_layout(tmp_path):
+    done = verify(tmp_path, "pipeline", "no-lanes", options=["-n", 4])
+    assert equal_layouts(done) == ["the script's own layout on 4 ranks"]
+
+
+def test_open_lanes_are_the_same_in_every_run(tmp_path):
+    assert equal_layouts(verify(tmp_path, "no-lanes", "layout")) == ["dp=2", "dp=4"]
+    assert (tmp_path / "layout-1-0").read_text().startswith("[1, 1, 4,")
+
+
+def test_nothing_is_saved(tmp_path):
+    equal_layouts(verify(tmp_path, "save", layouts="dp=2"))
+    assert not (tmp_path / "saved").exists()
 
 
 def test_planted_bug_is_named(tmp_path):
@@ -58,17 +101,20 @@ def test_planted_bug_is_named(tmp_path):
 
 
 def test_lanes_that_follow_the_ranks_are_named(tmp_path):
-    done = verify(tmp_path, "no-lanes", layouts="dp=2")
+    done = verify(tmp_path, "own-lanes", layouts="dp=2")
     assert done.returncode == 1, done.stderr
-    assert "lanes.dp (2 and 1)" in json.loads(done.stdout)["layouts"][0]["difference"]
+    assert "lanes.dp=4 and lanes.dp=2" in json.loads(done.stdout)["layouts"][0]["difference"]
 
 
 @pytest.mark.parametrize(
     "arguments, layouts, words",
     [
         (["crash"], "dp=2", ["boom", "exit code 1"]),
-        ([], "tp=2", ["tp=2", "dp=N"]),
+        ([], "dp=2,dp=4", ["dp=4", "dp=N"]),
         ([], "dp=0", ["dp=0"]),
+        ([], "zero=4", ["zero=4", "0, 1, 2 or 3"]),
+        ([], "schedule=none", ["schedule=none", "zb_v"]),
+        ([], "pp=5", ["exit code", "5 rank(s) with pp=5"]),
         ([], " ", ["--layouts", "dp=2"]),
     ],
 )
@@ -107,7 +153,7 @@ def test_a_signal_ends_the_job_and_leaves_no_folder(tmp_path, number):
 
 def record(step=1, loss=1.0, **changes):
     tensors = {"a": "x", "b": "y"}
-    base = {"step": step, "lanes": 4, "loss": loss.hex(), "grad_norm": (2.0).hex()}
+    base = {"step": step, "lanes": {"dp": 4}, "loss": loss.hex(), "grad_norm": (2.0).hex()}
     return {**base, "weights_before": tensors, "gradients": tensors, "weights": tensors, **changes}
 
 

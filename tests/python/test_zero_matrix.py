@@ -30,6 +30,7 @@ OPTIONS = {
     "prefetch": [1, 0, 3],
     "persist_below": [0, 100],
     "precision": ["fp32", "bf16", "fp16"],
+    "gradients": ["fp32", "bf16", "fp16"],
 }
 # What the full product is over; the rest takes its first value.
 MAIN = ["dp", "stage", "bucket_bytes", "overlap", "micro_batch", "order", "recompute", "tied", "precision"]
@@ -43,7 +44,7 @@ def combinations():
     return all_pairs(OPTIONS) + [firsts | dict(zip(MAIN, values, strict=True)) for values in product]
 
 
-def run(dp, *, stage, tied, recompute=False, order, micro_batch, precision="fp32", **zero):
+def run(dp, *, stage, tied, recompute=False, order, micro_batch, precision="fp32", gradients="fp32", **zero):
     model = pr.models.GPT(**TINY, tied=tied, recompute=recompute, dropout=0.1)
     options = dict(
         lanes=pr.Lanes(dp=LANES, order=order),
@@ -52,7 +53,7 @@ def run(dp, *, stage, tied, recompute=False, order, micro_batch, precision="fp32
         global_batch=2 * LANES,
         clip_norm=0.5,
         # fp16 at a scale at which nothing overflows.
-        precision=pr.Precision(dtype=precision, loss_scale=pr.LossScale(initial=1024.0)),
+        precision=pr.Precision(dtype=precision, gradients=gradients, loss_scale=pr.LossScale(initial=1024.0)),
     )
     results = run_ranks(dp, lambda world: train(world, DATA, model, **options))
     assert all(result == results[0] for result in results), "ranks disagree"
@@ -60,8 +61,9 @@ def run(dp, *, stage, tied, recompute=False, order, micro_batch, precision="fp32
 
 
 @functools.cache
-def one_rank(tied, order, micro_batch, precision="fp32"):
-    return run(1, stage=0, tied=tied, order=order, micro_batch=micro_batch, precision=precision)
+def one_rank(tied, order, micro_batch, precision="fp32", gradients="fp32"):
+    options = dict(order=order, micro_batch=micro_batch, precision=precision, gradients=gradients)
+    return run(1, stage=0, tied=tied, **options)
 
 
 @pytest.mark.parametrize("choice", combinations(), ids=lambda c: "-".join(str(v) for v in c.values()))
@@ -72,7 +74,8 @@ def test_same_bits(choice):
         zero["shard_size"] = min(zero["shard_size"], dp)
     # Under lane_first the size of micro-batches changes nothing; the round is what it cuts.
     micro_batch = choice["micro_batch"] if choice["order"] == "round_first" else 2
-    assert run(dp, **zero) == one_rank(choice["tied"], choice["order"], micro_batch, choice["precision"])
+    formats = choice["precision"], choice["gradients"]
+    assert run(dp, **zero) == one_rank(choice["tied"], choice["order"], micro_batch, *formats)
 
 
 def test_the_orders_differ():
@@ -80,6 +83,12 @@ def test_the_orders_differ():
     lane_first, round_first = (one_rank(True, order, 1) for order in ("lane_first", "round_first"))
     assert lane_first != round_first
     assert one_rank(True, "round_first", 2) == one_rank(True, "lane_first", 2), "one round is one lane"
+
+
+def test_the_formats_of_gradients_differ():
+    assert (
+        len({repr(one_rank(True, "lane_first", 2, "fp32", each)) for each in ("fp32", "bf16", "fp16")}) == 3
+    )
 
 
 def test_pairs():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,22 +15,29 @@ from ..checks import check_int
 from ..errors import InvalidArgument
 from .layout import HeldTensor
 from .manifest import ITEM_BYTES
+from .slab import Slab
 
 __all__ = ["ArrayPart", "ArrayState"]
 
 
 @dataclass(frozen=True)
 class ArrayPart:
-    """This rank's part of a tensor that several ranks hold: a run of its flat row-major elements.
+    """This rank's part of a tensor that several ranks hold: a run of its flat row-major elements; or, with `dim`, of
+    the elements whose index along that dim lies in one of `ranges`.
 
     array: any shape, contiguous. shape: of the whole tensor. begin: the first element that `array` holds.
+    ranges: [begin, end) each, ascending. A rank with several such parts of a tensor gives a list of them.
 
         checkpoints.save({"moment": pr.checkpoint.ArrayPart(own, shape=(1000, 64), begin=first)}, step=3)
+        # Rows of q, k and v, as tensor parallelism cuts them.
+        part = pr.checkpoint.ArrayPart(own, shape=(192, 64), dim=0, ranges=[(0, 32), (64, 96), (128, 160)])
     """
 
     array: Any
     shape: tuple[int, ...]
-    begin: int
+    begin: int = 0
+    dim: int | None = None
+    ranges: Sequence[tuple[int, int]] = ()
 
 
 class ArrayState:
@@ -40,9 +48,7 @@ class ArrayState:
         self._held: list[HeldTensor] = []
         self._bytes: list[NDArray[np.uint8]] = []
         self._begins: list[int] = []
-        for name, value in arrays.items():
-            if not isinstance(name, str):
-                raise InvalidArgument(f"the name {name!r} is no text")
+        for name, value in _parts_of(arrays):
             part = value if isinstance(value, ArrayPart) else None
             array = value.array if part else value
             if isinstance(array, int | float | bool) or array is None:
@@ -51,15 +57,17 @@ class ArrayState:
             count = data.size // ITEM_BYTES[dtype]
             shape = tuple(int(n) for n in (part.shape if part else array.shape))
             begin = check_int(f"state {name!r}: begin", part.begin, 0) if part else 0
-            whole = 1
             for extent in shape:
-                whole *= check_int(f"state {name!r}: an extent of shape", extent, 0)
+                check_int(f"state {name!r}: an extent of shape", extent, 0)
+            slab = _slab_of(name, part, shape)
+            whole = math.prod(slab.shape(shape) if slab else shape)
             if begin + count > whole:
                 raise InvalidArgument(
-                    f"state {name!r}: elements {begin} to {begin + count} of a tensor of shape {shape}, which has {whole}"
+                    f"state {name!r}: elements {begin} to {begin + count} of"
+                    f" {f'{slab} of ' if slab else ''}a tensor of shape {shape}, which has {whole}"
                 )
             pieces = [(begin, begin + count)] if count else []
-            self._held.append(HeldTensor(name, dtype, shape, pieces))
+            self._held.append(HeldTensor(name, dtype, shape, pieces, slab))
             self._bytes.append(data)
             self._begins.append(begin)
 
@@ -98,3 +106,25 @@ class ArrayState:
 
     def set_scalars(self, state: dict[str, Any]) -> None:
         """See State."""
+
+
+def _parts_of(arrays: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in arrays.items():
+        if not isinstance(name, str):
+            raise InvalidArgument(f"the name {name!r} is no text")
+        several = isinstance(value, list | tuple) and value and all(isinstance(v, ArrayPart) for v in value)
+        for part in value if several else [value]:
+            yield name, part
+
+
+def _slab_of(name: str, part: ArrayPart | None, shape: tuple[int, ...]) -> Slab | None:
+    if part is None or part.dim is None:
+        if part is not None and part.ranges:
+            raise InvalidArgument(f"state {name!r}: ranges={part.ranges!r} without dim")
+        return None
+    dim = check_int(f"state {name!r}: dim", part.dim, 0)
+    try:
+        ranges = [(int(first), int(last)) for first, last in part.ranges]
+        return Slab.of(dim, ranges, shape)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"state {name!r}: {error}") from None

@@ -6,19 +6,20 @@ import hashlib
 import json
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from .. import _core
 from ..checks import check_int, check_timeout, check_type
+from ..environment import memory_segment
 from ..errors import CheckpointCorrupt, CheckpointError, Error, InvalidArgument
+from ..verification import is_verifying
 from ..world import World
 from . import directory as names
 from .arrays import ArrayState
@@ -26,10 +27,9 @@ from .layout import Planner, State, check_names, gather, join_errors, names_ever
 from .loader import CheckpointFiles, Match, match_tensors
 from .manifest import ITEM_BYTES, encode_json
 from .saver import SaveJob, Staging
+from .signals import SAVE_AND_END, SignalWatch
 
 __all__ = ["CheckpointStats", "Checkpointer", "Restored"]
-
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,14 @@ class CheckpointStats:
 
 @dataclass(frozen=True)
 class Restored:
-    """What `load` has done. missing: tensors of the state that the checkpoint lacks, left as they were;
+    """What `load` has done. source: "disk", or "memory" after a restart that found a newer copy there. missing: tensors of the state that the checkpoint lacks, left as they were;
     unexpected: tensors of the checkpoint that nobody asked for. Both empty with strict=True."""
 
     step: int
     extras: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    source: str = "disk"
 
 
 class Checkpointer:
@@ -84,6 +85,10 @@ class Checkpointer:
         directory: made, with mode 0700, if it is not there; shared by all ranks. One job may write there at a time.
         world: the ranks; default: those of the trainer that uses it first.
         every: steps between two saves of `fit`, or None for its last step alone.
+        memory_every: steps of `fit` between two copies into the memory of this host, or None for no copies. When a
+            rank dies and the launcher starts the ranks again (`polyreme run --restarts N`, torchrun), loading takes
+            the newest of copies and checkpoints. A copy is a checkpoint in a private folder in /dev/shm, which goes
+            with the job: it takes the memory of up to two of them, and is lost with the host.
         keep: complete checkpoints that stay; at least 1.
         when_busy: what a save does while one is in flight: "wait" for it, or "skip" itself, counted.
         on_error: what becomes of a save that fails, say on a full disk. It is gone on all ranks alike, with rank,
@@ -93,6 +98,8 @@ class Checkpointer:
             waits for it, and then ends the process as it would have without. Outside of `fit` that is the end of
             `with`; a second SIGTERM ends it at once.
         timeout_s: how long the ranks wait for each other's files.
+        check_replicas: before a Trainer is saved, its ranks compare what they should hold alike (see
+            `Trainer.check_replicas`), so that no checkpoint has numbers which only some ranks have.
 
     Raises:
         CheckpointError: at the first use: the directory cannot be made, is not the same for all ranks, or another
@@ -105,17 +112,24 @@ class Checkpointer:
         *,
         world: World | None = None,
         every: int | None = None,
+        memory_every: int | None = None,
         keep: int = 3,
         when_busy: str = "wait",
         on_error: str = "warn",
         fallback: bool = True,
         signals: bool = True,
         timeout_s: float = 1800.0,
+        check_replicas: bool = True,
     ) -> None:
         if not isinstance(directory, str | os.PathLike):
             raise InvalidArgument(f"Checkpointer: directory={directory!r}; expected a text or a Path")
         self.directory = os.path.abspath(os.fspath(directory))
         self.every = None if every is None else check_int("Checkpointer: every", every, 1, otherwise="None")
+        self.memory_every = (
+            None
+            if memory_every is None
+            else check_int("Checkpointer: memory_every", memory_every, 1, otherwise="None")
+        )
         self.keep = check_int("Checkpointer: keep", keep, 1)
         for what, value, allowed in (
             ("when_busy", when_busy, ("wait", "skip")),
@@ -129,6 +143,7 @@ class Checkpointer:
         self.fallback = bool(fallback)
         self.timeout_s = check_timeout("Checkpointer: timeout_s", timeout_s)
         self.stats = CheckpointStats()
+        self._checks_replicas = bool(check_replicas)
         self._use_signals = bool(signals)
         self._world: World | None = None
         self._files = _core.FileOps()
@@ -138,9 +153,10 @@ class Checkpointer:
         self._job: SaveJob | None = None
         self._thread: threading.Thread | None = None
         self._unraised: Error | None = None
-        self._last_due: int | None = None
-        self._signalled: set[int] = set()
-        self._handlers: dict[int, Any] = {}
+        self._last_step: int | None = None  # of fit
+        self._signals = SignalWatch()
+        self._memory: Checkpointer | None = None  # the same in shared memory
+        self._segment = ""  # of a Checkpointer that is this: where, and of which job
         if world is not None:
             check_type("Checkpointer: world", world, World, "the polyreme.World that polyreme.init returns")
             self._open(world)
@@ -148,9 +164,8 @@ class Checkpointer:
     # ---- its life ----
 
     def __enter__(self) -> Checkpointer:
-        if self._use_signals and threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
-                self._handlers[number] = signal.signal(number, self._on_signal)
+        if self._use_signals:
+            self._signals.install()
         return self
 
     def __exit__(
@@ -171,15 +186,11 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-            self._handlers.clear()
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
-            if signal.SIGTERM in self._signalled:
-                self._signalled.clear()
-                signal.raise_signal(signal.SIGTERM)
+            for each in (self, self._memory):
+                if each is not None and each._lock is not None:
+                    each._lock.release()
+                    each._lock = None
+            self._signals.restore()
 
     def _open(self, world: World) -> _core.World:
         """Binds to the ranks at the first use. Collective."""
@@ -204,7 +215,43 @@ class Checkpointer:
         )
         require_agreement(core, f"checkpoints in '{self.directory}'", facts)
         self._world = world
+        if self.memory_every is not None:
+            self._open_memory(world)
         return core
+
+    def _open_memory(self, world: World) -> None:
+        core = world._core
+        facts = {"error": "", "path": "", "why": ""}
+        try:
+            if len(set(core.hosts)) > 1:
+                facts["why"] = f"its ranks are on {len(set(core.hosts))} hosts, and copies are kept on one"
+            elif core.rank == 0:
+                facts["path"], facts["why"] = memory_segment.find(os.environ, first=True)
+        except Error as error:
+            facts["error"] = str(error)
+        told = require_agreement(core, "checkpoints in memory", facts)[0]
+        if not told["path"]:
+            if core.rank == 0:
+                logging.getLogger("polyreme").warning(
+                    "checkpoints in '%s': memory_every is without effect: %s", self.directory, told["why"]
+                )
+            return
+        place = hashlib.sha256(self.directory.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        memory = Checkpointer(
+            os.path.join(told["path"], place),
+            keep=1,
+            when_busy=self.when_busy,
+            signals=False,
+            timeout_s=self.timeout_s,
+        )
+        memory._segment = told["path"]
+        memory._open(world)
+        self._memory = memory
+
+    @property
+    def memory_stats(self) -> CheckpointStats | None:
+        """The same of copies in memory (see memory_every); None without them."""
+        return self._memory.stats if self._memory is not None else None
 
     def _read_lock(self) -> str:
         try:
@@ -215,26 +262,40 @@ class Checkpointer:
     # ---- saving ----
 
     def save_async(
-        self, state: Any, *, step: int | None = None, extras: Mapping[str, Any] | None = None
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        extras: Mapping[str, Any] | None = None,
+        memory: bool = False,
     ) -> bool:
         """Copies the state and returns while it is being written; whether a save was started. Collective.
+
+        Under `polyreme verify`, which runs a script several times for a few steps, nothing is saved.
 
         Args:
             state: a Trainer, or names to arrays (see ArrayPart for those that are cut).
             step: of arrays: the number of the checkpoint. A checkpoint of the same step is replaced.
             extras: the user's own scalars, as JSON; equal on all ranks.
+            memory: into memory instead, for a loop of one's own: see memory_every. False is returned where there is
+                none.
 
         Raises:
             InvalidArgument: names, arrays, extras that cannot be saved. Nothing was started.
             CheckpointError: the ranks do not agree; with on_error="raise", an earlier save has failed.
+            NumericError: ranks of a Trainer hold different bits where they should be equal. Nothing was started.
         """
+        if is_verifying():
+            return False
         start = time.perf_counter()
         core = self._world_of(state)
+        if memory:
+            return self._memory is not None and self._memory.save_async(state, step=step, extras=extras)
         if step is None and hasattr(state, "applied_steps"):
             step = state.applied_steps
         step = check_int("checkpoint: step", step, 0, names.MAX_STEP)
         if self.when_busy == "wait" or (self._thread is not None and not self._thread.is_alive()):
-            self.wait()
+            self._finish()
         self._raise_earlier()
         document: dict[str, Any] = dict(extras or {})
         local: Error | None = None
@@ -268,6 +329,8 @@ class Checkpointer:
         if any(f["busy"] for f in everybody):
             self.stats = replace(self.stats, skipped=self.stats.skipped + 1)
             return False
+        if self._checks_replicas and hasattr(state, "check_replicas"):
+            state.check_replicas()
         plan = self._planner.plan(core, held, [f["digest"] for f in everybody])
         shards = self._staging.fill(plan, held, source, core.rank)
         job = SaveJob(
@@ -279,11 +342,16 @@ class Checkpointer:
             plan=plan,
             staging=self._staging,
             shards=shards,
-            layout={"num_ranks": core.size, "version": _core.__version__},
+            layout={
+                "num_ranks": core.size,
+                "version": _core.__version__,
+                **({"job": memory_segment.job_of(self._segment)} if self._segment else {}),
+            },
             scalars=scalars,
             extras=document,
             keep=self.keep,
             timeout_s=self.timeout_s,
+            segment=self._segment,
         )
         self._job = job
         self._thread = job.start()
@@ -298,7 +366,8 @@ class Checkpointer:
         Raises:
             CheckpointError: it is not; whatever on_error says.
         """
-        self.wait()
+        self._finish()
+        self._raise_earlier()
         self.save_async(state, step=step, extras=extras)
         error = self._finish()
         if error is not None:
@@ -312,6 +381,8 @@ class Checkpointer:
             CheckpointError: with on_error="raise", it has failed.
         """
         self._finish()
+        if self._memory is not None:
+            self._memory._finish()
         self._raise_earlier()
 
     def _finish(self) -> Error | None:
@@ -377,32 +448,43 @@ class Checkpointer:
     def _load(self, state: Any, step: int | None, strict: bool, weights_only: bool) -> Restored | None:
         core = self._world_of(state)
         self._finish()
-        if step is None:
-            newest = names.latest_step(self.directory) if core.rank == 0 else None
-            earlier = [
-                s for s in reversed(names.complete_steps(self.directory)) if newest is not None and s < newest
-            ]
-            steps = [] if newest is None else [newest, *(earlier if self.fallback else [])]
-        else:
-            steps = [check_int("load: step", step, 0, names.MAX_STEP)]
-        facts = {"steps": steps, "error": ""}
-        if (
-            core.rank == 0
-            and step is not None
-            and step not in (there := names.complete_steps(self.directory))
-        ):
-            facts["error"] = f"there is no committed checkpoint of step {step}; there are {there[-8:]}"
-        steps = require_agreement(core, f"load from '{self.directory}'", facts)[0]["steps"]
-        for i, candidate in enumerate(steps):
+        if self._memory is not None:
+            self._memory._finish()
+        facts: dict[str, Any] = {"found": [], "error": ""}
+        if step is not None:
+            step = check_int("load: step", step, 0, names.MAX_STEP)
+            facts["found"] = [("disk", step)]
+            if core.rank == 0 and step not in (there := names.complete_steps(self.directory)):
+                facts["error"] = f"there is no committed checkpoint of step {step}; there are {there[-8:]}"
+        elif core.rank == 0:
+            facts["found"] = self._candidates()
+        found = require_agreement(core, f"load from '{self.directory}'", facts)[0]["found"]
+        for i, (source, candidate) in enumerate(found):
+            owner = self._memory if source == "memory" and self._memory is not None else self
             try:
-                return self._load_step(core, state, candidate, strict, weights_only)
+                restored = owner._load_step(core, state, candidate, strict, weights_only)
             except CheckpointCorrupt as error:
-                if i + 1 == len(steps):
+                if i + 1 == len(found):
                     raise
-                logging.getLogger("polyreme").warning("%s; going on to step %d", error, steps[i + 1])
+                logging.getLogger("polyreme").warning(
+                    "%s; going on to step %d on disk", error, found[i + 1][1]
+                )
+            else:
+                return replace(restored, source=source)
         if core.rank == 0:
             logging.getLogger("polyreme").warning("no committed checkpoint in '%s'", self.directory)
         return None
+
+    def _candidates(self) -> list[tuple[str, int]]:
+        """What to load, in this order until one is undamaged: ("memory" or "disk", step)."""
+        newest = names.latest_step(self.directory)
+        found = []
+        if newest is not None:
+            steps = names.complete_steps(self.directory)
+            found = [newest, *(s for s in reversed(steps) if self.fallback and s < newest)]
+        copy = names.latest_step(self._memory.directory) if self._memory is not None else None
+        from_memory = [("memory", copy)] if copy is not None and (newest is None or copy >= newest) else []
+        return [*from_memory, *(("disk", s) for s in found)]
 
     def _load_step(
         self, core: _core.World, state: Any, step: int, strict: bool, weights_only: bool
@@ -423,6 +505,8 @@ class Checkpointer:
                 raise refusal
             files = CheckpointFiles(self.directory, step)
             manifest, held = files.manifest, source.held()
+            if self._segment and manifest.layout.get("job") != memory_segment.job_of(self._segment):
+                raise CheckpointCorrupt(f"'{files.path}' is a copy of another job")
             indices, match = match_tensors(
                 held, everywhere, manifest.tensors, "model/" if weights_only else None
             )
@@ -435,7 +519,7 @@ class Checkpointer:
             pieces = [(i, begin, end) for i in indices for begin, end in held[i].pieces]
             size = sum((end - begin) * ITEM_BYTES[held[i].dtype] for i, begin, end in pieces)
             data = self._staging.memory(size)
-            files.read([(held[i].name, begin, end) for i, begin, end in pieces], data)
+            files.read([(held[i].name, held[i].slab, begin, end) for i, begin, end in pieces], data)
         except Exception as error:  # told to all ranks, whatever it is
             facts["error"] = str(error) if isinstance(error, Error) else repr(error)
             facts["corrupt"] = isinstance(error, CheckpointCorrupt)
@@ -453,31 +537,21 @@ class Checkpointer:
 
     # ---- inside fit ----
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and number in self._signalled:  # a second time: at once
-            signal.signal(number, self._handlers.get(number, signal.SIG_DFL))
-            signal.raise_signal(number)
-        self._signalled.add(number)
-
     def _after_step(self, trainer: Any, step: int, *, last: bool) -> None:
         """Saves where it is due; ends the process after a SIGTERM to any rank. Collective."""
         core = self._open(trainer.mesh.world)
-        signals = 0
-        if self._use_signals:
-            came = set(self._signalled)
-            self._signalled -= came
-            own = sum(1 << _SIGNALS.index(signal.Signals(n)) for n in came)
-            for text in gather(core, bytes([own]), "checkpoints: signals"):
-                signals |= text[0]
+        signals = self._signals.after_step(core, last=last) if self._use_signals else 0
         # A step that was skipped leaves `step` where it was: once is enough.
-        due = self.every is not None and step > 0 and step % self.every == 0 and step != self._last_due
+        is_new, self._last_step = step > 0 and step != self._last_step, step
+        if is_new and self._memory is not None and self.memory_every and step % self.memory_every == 0:
+            self._memory.save_async(trainer)
+        due = is_new and self.every is not None and step % self.every == 0
         if last or signals or due:
-            self._last_due = step
             self.save_async(trainer)
-        if last or signals & 1:
+        if last or signals & SAVE_AND_END:
             self.wait()
-        if signals & 1:
-            self._signalled.add(signal.SIGTERM)
+        if signals & SAVE_AND_END:
+            self._signals.end_process()
             self.close()
 
 

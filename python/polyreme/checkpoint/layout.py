@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,21 +16,29 @@ from numpy.typing import NDArray
 from .. import _core
 from ..errors import CheckpointError, CommError, InvalidArgument
 from .manifest import ITEM_BYTES, TensorRecord
+from .slab import Slab, uncovered
 
 __all__ = ["HeldTensor", "State", "WritePlan", "agree_on_plan"]
 
-_CUT = re.compile(r"\[[0-9]+:[0-9]+\]\Z")
+_CUT = re.compile(r"(?:\{([0-9]+:[0-9,-]+)\})?(?:\[([0-9]{1,18}):([0-9]{1,18})\])?\Z")
 _MAX_NAME_BYTES = 1000
 
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """What this rank holds of a tensor: ranges [begin, end) of its flat row-major elements, ascending."""
+    """What this rank holds of a tensor: ranges [begin, end) of its flat row-major elements, ascending; or of those
+    of a slab."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     pieces: list[tuple[int, int]]
+    slab: Slab | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """Of the slab, or of the tensor."""
+        return math.prod(self.slab.shape(self.shape) if self.slab else self.shape)
 
     @property
     def record(self) -> TensorRecord:
@@ -65,37 +74,47 @@ def check_names(held: Sequence[HeldTensor]) -> None:
     Raises:
         InvalidArgument: a name twice, empty, too long, not Unicode, or one that looks like a cut of another.
     """
-    seen: set[str] = set()
+    seen: dict[str, set[Slab | None]] = {}
     for tensor in held:
-        name = tensor.name
-        if name in seen:
+        name, slabs = tensor.name, seen.setdefault(tensor.name, set())
+        if slabs and (None in slabs or tensor.slab is None or tensor.slab in slabs):
             raise InvalidArgument(f"two tensors are named {name!r}; names must differ")
-        seen.add(name)
+        slabs.add(tensor.slab)
         try:
             size = len(name.encode())
         except UnicodeEncodeError:
             raise InvalidArgument(f"the name {name!r} is not valid Unicode") from None
-        if not 0 < size <= _MAX_NAME_BYTES or name == "__metadata__" or _CUT.search(name) or "\0" in name:
+        if not 0 < size <= _MAX_NAME_BYTES or name == "__metadata__" or _looks_cut(name) or "\0" in name:
             raise InvalidArgument(
                 f"the name {name[:80]!r} of {size} bytes cannot be used; expected 1 to {_MAX_NAME_BYTES} bytes, not"
-                " '__metadata__', and no '[number:number]' at the end"
+                " '__metadata__', and no '[number:number]' or '{number:...}' at the end"
             )
 
 
-def entry_name(name: str, record: TensorRecord, begin: int, end: int) -> str:
-    """Of a piece in its shard."""
-    return name if end - begin == record.num_elements else f"{name}[{begin}:{end}]"
+def _looks_cut(name: str) -> bool:
+    cut = _CUT.search(name)
+    return cut is not None and cut.start() < len(name)
 
 
-def parse_entry(entry: str, tensors: dict[str, TensorRecord]) -> tuple[str, int, int] | None:
-    """(tensor, begin, end) of an entry, or None if the manifest has no such tensor."""
-    if entry in tensors:
-        return entry, 0, tensors[entry].num_elements
+def entry_of(tensor: HeldTensor, begin: int, end: int) -> tuple[str, list[int]]:
+    """Name and shape of a piece in its shard."""
+    slab = f"{{{tensor.slab}}}" if tensor.slab else ""
+    if end - begin < tensor.num_elements:
+        return f"{tensor.name}{slab}[{begin}:{end}]", [end - begin]
+    return tensor.name + slab, list(tensor.slab.shape(tensor.shape) if tensor.slab else tensor.shape)
+
+
+def parse_entry(entry: str, tensors: dict[str, TensorRecord]) -> tuple[str, Slab | None, int, int] | None:
+    """(tensor, slab, begin, end) of an entry, or None if the manifest has no such part of a tensor."""
     cut = _CUT.search(entry)
-    if cut is None or entry[: cut.start()] not in tensors:
+    assert cut is not None  # it may be empty
+    name = entry[: cut.start()]
+    record, slab = tensors.get(name), Slab.parse(cut[1]) if cut[1] else None
+    if record is None or (cut[1] and (slab is None or not slab.fits(record.shape))):
         return None
-    begin, end = cut[0][1:-1].split(":")
-    return entry[: cut.start()], int(begin), int(end)
+    count = math.prod(slab.shape(record.shape) if slab else record.shape)
+    begin, end = (int(cut[2]), int(cut[3])) if cut[2] else (0, count)
+    return (name, slab, begin, end) if begin <= end <= count else None
 
 
 @dataclass(frozen=True)
@@ -129,7 +148,7 @@ class Planner:
 
 
 def _encode_table(held: Sequence[HeldTensor]) -> bytes:
-    return json.dumps([[t.name, t.dtype, list(t.shape)] for t in held]).encode()
+    return json.dumps([[t.name, t.dtype, list(t.shape), str(t.slab or "")] for t in held]).encode()
 
 
 def _encode_pieces(held: Sequence[HeldTensor]) -> bytes:
@@ -157,24 +176,31 @@ def agree_on_plan(
     classes = list(dict.fromkeys(digests))
     first = [list(digests).index(d) for d in classes]
 
-    names: dict[str, int] = {}
-    records: list[TensorRecord] = []
-    numbers: list[NDArray[np.int64]] = []  # of each table: number of its i-th tensor among all
+    tensors: dict[str, TensorRecord] = {}
+    slabs: dict[str, dict[str, int]] = {}  # of each tensor: its slabs, and their numbers among all
+    parts: list[tuple[str, int, int]] = []  # by number: name, elements, bytes of one
+    numbers: list[NDArray[np.int64]] = []  # of each table: number of its i-th part among all
     for t, table in enumerate(tables):
         number = []
-        for name, dtype, shape in json.loads(table):
+        for name, dtype, shape, text in json.loads(table):
             record = TensorRecord(dtype, tuple(shape))
-            index = names.setdefault(name, len(names))
-            if index == len(records):
-                records.append(record)
-            elif records[index] != record:
+            known = tensors.setdefault(name, record)
+            if known != record:
                 rank = table_of_rank.index(t)
                 raise InvalidArgument(
                     f"save: tensor {name!r} is {record.dtype}{list(record.shape)} on rank {rank} and"
-                    f" {records[index].dtype}{list(records[index].shape)} on a rank before it"
+                    f" {known.dtype}{list(known.shape)} on a rank before it"
                 )
+            index = slabs.setdefault(name, {}).setdefault(text, len(parts))
+            if index == len(parts):
+                slab = Slab.parse(text)
+                count = math.prod(slab.shape(shape)) if slab else record.num_elements
+                parts.append((name + (f"{{{text}}}" if text else ""), count, ITEM_BYTES[dtype]))
             number.append(index)
         numbers.append(np.array(number, dtype=np.int64))
+    for name, known_slabs in slabs.items():
+        if problem := uncovered([Slab.parse(text) for text in known_slabs], tensors[name].shape):
+            raise InvalidArgument(f"save: tensor {name!r}: {problem}")
 
     rows = []
     for rank, piece in zip(first, pieces, strict=True):
@@ -182,17 +208,11 @@ def agree_on_plan(
         row[:, 0] = numbers[table_of_rank[rank]][row[:, 0]]
         rows.append(row)
     class_of = {digest: c for c, digest in enumerate(classes)}
-    planned, loads = _core.plan_save(
-        [(name, records[i].num_elements, ITEM_BYTES[records[i].dtype]) for name, i in names.items()],
-        rows,
-        [class_of[d] for d in digests],
-        world.rank,
-        min_cut_bytes,
-    )
+    planned, loads = _core.plan_save(parts, rows, [class_of[d] for d in digests], world.rank, min_cut_bytes)
     own = {int(number): i for i, number in enumerate(numbers[table_of_rank[world.rank]])}
     return WritePlan(
         pieces=[(own[int(t)], int(begin), int(end)) for t, begin, end in planned],
-        tensors={name: records[i] for name, i in names.items()},
+        tensors=tensors,
         bytes_of_rank=loads,
     )
 

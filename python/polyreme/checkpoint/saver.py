@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
+from ..environment import memory_segment
 from ..errors import CheckpointError, CommError, Error
 from . import directory as names
-from .layout import HeldTensor, State, WritePlan, entry_name, join_errors
+from .layout import HeldTensor, State, WritePlan, entry_of, join_errors
 from .manifest import ITEM_BYTES, SHARD_DTYPES, FileRecord, Manifest
 
 __all__ = ["SaveJob", "Staging"]
@@ -96,12 +97,9 @@ class Staging:
             if group != current:
                 self._shards.append(Shard(f"{group}.{rank:05d}.safetensors", [], at, at))
                 current = group
-            whole = end - begin == tensor.record.num_elements
-            shape = list(tensor.shape) if whole else [end - begin]
+            entry, shape = entry_of(tensor, begin, end)
             shard = self._shards[-1]
-            shard.entries.append(
-                (entry_name(tensor.name, tensor.record, begin, end), SHARD_DTYPES[tensor.dtype], shape)
-            )
+            shard.entries.append((entry, SHARD_DTYPES[tensor.dtype], shape))
             at += (end - begin) * ITEM_BYTES[tensor.dtype]
             shard.end = at
         self._plan = plan
@@ -124,6 +122,7 @@ class SaveJob:
     extras: dict[str, Any]
     keep: int
     timeout_s: float
+    segment: str = ""  # of memory, if that is where it goes
     error: Error | None = None
     seconds: float = 0.0
     num_bytes: int = 0
@@ -179,6 +178,8 @@ class SaveJob:
     def _write(self) -> list[tuple[str, int, int]]:
         if not self.shards:
             return []
+        if self.segment:
+            self._check_room()
         path = os.path.join(self.directory, names.hidden_name("tmp", self.step, self.generation))
         self.files.make_directory(path)
         written = []
@@ -194,6 +195,15 @@ class SaveJob:
             self.num_bytes += size
         self.files.sync_directory(path)
         return written
+
+    def _check_room(self) -> None:
+        """Memory that is not there would be taken from the training, or end it."""
+        needed, free = sum(self.plan.bytes_of_rank), memory_segment.free_bytes(self.segment)
+        if needed > free:
+            raise CheckpointError(
+                f"a copy in memory takes {needed} bytes; {free} are free in '{self.segment}': make /dev/shm larger, or"
+                " leave memory_every out"
+            )
 
     # ---- the commit ----
 

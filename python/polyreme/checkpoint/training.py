@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .layout import HeldTensor
+from .slab import Slab
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -32,15 +33,16 @@ class TrainerState:
         self._params = [spec["name"] for spec in specs]
         self._held: list[HeldTensor] = []
         self._parts: list[list[tuple[int, int, int]]] = []  # of each tensor: (part, begin, end)
-        index: dict[str, int] = {}
-        for part, (kind, param, dtype, begin, size) in enumerate(self._engine.state_parts()):
+        index: dict[tuple[str, Slab | None], int] = {}
+        for part, (kind, param, dtype, begin, size, dim, ranges) in enumerate(self._engine.state_parts()):
             name = f"model/{param}" if kind == "weight" else f"optimizer/{kind}/{param}"
-            if name not in index:
-                index[name] = len(self._held)
-                self._held.append(HeldTensor(name, dtype, shapes[param], []))
+            slab = Slab.of(dim, ranges, shapes[param]) if ranges else None
+            held = index.setdefault((name, slab), len(self._held))
+            if held == len(self._held):
+                self._held.append(HeldTensor(name, dtype, shapes[param], [], slab))
                 self._parts.append([])
-            self._held[index[name]].pieces.append((begin, begin + size))
-            self._parts[index[name]].append((part, begin, begin + size))
+            self._held[held].pieces.append((begin, begin + size))
+            self._parts[held].append((part, begin, begin + size))
 
     def held(self) -> list[HeldTensor]:
         """See State."""

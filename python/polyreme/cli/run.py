@@ -19,6 +19,7 @@ _EPILOG = """\
 Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
 POLYREME_NUM_THREADS in its environment. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are passed
 on to the ranks; the first SIGINT or SIGTERM starts the grace period, a second SIGINT kills.
+A stop that was asked for is not followed by a restart. POLYREME_RESTART_COUNT says how many there were.
 Processes that a rank has forked end with it. Rank 0 has the launcher's standard input.
 
 Exit code: 0 if all ranks exited 0; the first failed rank's code, or 128 + its signal; 2 if the
@@ -54,6 +55,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         " has a terminal if the launcher has; always: rank 0 too is read through a pipe",
     )
     add("--log-dir", metavar="DIR", help="also write the output of rank K to DIR/rank-K.log")
+    add(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="after a failure start all ranks again, up to N times (0); scripts that resume go on from"
+        " their last checkpoint, or from its newer copy in memory (Checkpointer(memory_every=))",
+    )
     add("--port", type=int, default=0, help="port on 127.0.0.1 (default: any free one)")
     add("--nested", action="store_true", help="start even if this process is a rank already")
     add("--json", action="store_true", help="end with a report in one line of JSON on stderr")
@@ -109,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
             survivor_grace_s=args.survivor_grace,
             kill_after_s=args.kill_after,
             exit_grace_s=args.exit_grace,
+            restarts=args.restarts,
         )
         return launch(config)
     except LaunchError as error:

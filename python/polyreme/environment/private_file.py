@@ -43,7 +43,7 @@ def told(job_id: str, what: Told) -> Iterator[None]:
         CommError: the file cannot be written.
     """
     path = _folder()
-    content = {"pid": os.getpid(), "start": _start_of(os.getpid()), **vars(what)}
+    content = {"pid": os.getpid(), "start": start_of(os.getpid()), **vars(what)}
     try:
         folder = _write(path, job_id, json.dumps(content).encode())
     except OSError as error:
@@ -105,17 +105,18 @@ def launcher_identity(rank_variables: tuple[str, ...]) -> str:
         if [variables.get(name) for name in rank_variables] != own:
             break
         pid = int(_stat_fields(pid)[1])
-    return f"launcher-{pid}-{_start_of(pid)}"
+    return f"launcher-{pid}-{start_of(pid)}"
 
 
 def why_not_private(info: os.stat_result) -> str:
     """What is wrong with a file that must be this user's own; empty if nothing."""
     if not stat.S_ISREG(info.st_mode):
         return "is no regular file"
-    return _why_not_ours(info)
+    return why_not_ours(info)
 
 
-def _why_not_ours(info: os.stat_result) -> str:
+def why_not_ours(info: os.stat_result) -> str:
+    """What is wrong with a file or folder that must be private; empty if nothing."""
     if info.st_uid != os.geteuid():
         return f"belongs to user {info.st_uid}, not to user {os.geteuid()}"
     if info.st_mode & 0o077:
@@ -127,14 +128,14 @@ def _folder() -> str:
     """The same on all ranks of a host, which have their environment from one launcher."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     with contextlib.suppress(OSError):  # Slurm carries the name to hosts that have no such folder
-        if os.path.isabs(runtime) and not _why_not_ours(os.stat(runtime)):
+        if os.path.isabs(runtime) and not why_not_ours(os.stat(runtime)):
             return os.path.join(runtime, "polyreme")
     return os.path.join(tempfile.gettempdir(), f"polyreme-{os.geteuid()}")
 
 
 def _open_folder(path: str) -> int:
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    if problem := _why_not_ours(os.fstat(folder)):
+    if problem := why_not_ours(os.fstat(folder)):
         os.close(folder)
         raise InvalidArgument(
             f"folder {path} {problem}; the ranks would meet there. Remove it, set XDG_RUNTIME_DIR or TMPDIR"
@@ -216,10 +217,10 @@ def _read(folder: int, name: str) -> Told | None:
         what = Told(host=str(content["host"]), port=int(content["port"]), secret=str(content["secret"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InvalidArgument(f"file {name} is not what rank 0 writes; remove it") from None
-    return what if _start_of(pid) == start else None
+    return what if start_of(pid) == start else None
 
 
-def _start_of(pid: int) -> str:
+def start_of(pid: int) -> str:
     """When the process started, in ticks since boot, and which boot; empty if it does not live."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

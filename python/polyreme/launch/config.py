@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 PREFIX_MODES = ("auto", "always", "never")
 BIND_MODES = ("auto", "none")
+MAX_RESTARTS = 1_000_000
 MAX_RANKS = 1024  # of one host: far more than its cores, and a slip of the keyboard does no harm
 
 
@@ -25,6 +26,7 @@ class LaunchConfig:
     survivor_grace_s: from the first failed rank to SIGTERM for the others.
     kill_after_s: from that SIGTERM to SIGKILL.
     exit_grace_s: a rank that exits 0 this long before the others is a failure; None: only warn.
+    restarts: how often all ranks are started again after a failure.
 
     Raises LaunchError on construction when a value cannot work.
     """
@@ -43,6 +45,7 @@ class LaunchConfig:
     survivor_grace_s: float = 0.0
     kill_after_s: float = 0.5
     exit_grace_s: float | None = None
+    restarts: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_ranks <= MAX_RANKS:
@@ -55,6 +58,8 @@ class LaunchConfig:
             raise LaunchError(f"prefix is '{self.prefix}'; one of {', '.join(PREFIX_MODES)}")
         if not 0 <= self.port <= 65535:
             raise LaunchError(f"port is {self.port}; 1 to 65535, or 0 for any free port")
+        if not 0 <= self.restarts <= MAX_RESTARTS:
+            raise LaunchError(f"restarts is {self.restarts}; give 0 to {MAX_RESTARTS}")
         for name in ("grace_s", "survivor_grace_s", "kill_after_s", "exit_grace_s"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):

@@ -13,6 +13,7 @@ from . import cgroup
 
 MASTER_ADDR = "127.0.0.1"
 STORE_FD = "POLYREME_STORE_FD"
+MEMORY = "POLYREME_MEMORY"
 
 # Each of them says that another launcher has already made this process a rank; of how many stands in the first of
 # the others that is set.
@@ -31,6 +32,7 @@ class JobSettings:
     """What all ranks of one launch share.
 
     secret: 32 random bytes in hex; admits a connection to the job. Never print it.
+    restart: how often the ranks have been started before. memory: the folder that outlives them, or empty.
     """
 
     num_ranks: int
@@ -38,6 +40,8 @@ class JobSettings:
     job_id: str
     secret: str
     num_threads: int
+    restart: int = 0
+    memory: str = ""
 
     def __repr__(self) -> str:  # so that no log or traceback shows the secret
         return f"JobSettings(num_ranks={self.num_ranks}, port={self.port}, job_id={self.job_id!r})"
@@ -87,7 +91,11 @@ def rank_environment(
         POLYREME_JOB_ID=job.job_id,
         POLYREME_SECRET=job.secret,
         POLYREME_LAUNCHER="run",
+        POLYREME_RESTART_COUNT=str(job.restart),
     )
+    environment.pop(MEMORY, None)
+    if job.memory:
+        environment[MEMORY] = job.memory
     if store_fd is not None:
         environment[STORE_FD] = str(store_fd)
     environment.setdefault("POLYREME_NUM_THREADS", str(job.num_threads))

@@ -1,4 +1,4 @@
-"""A local launch from start to report: ranks are started, watched, and ended together."""
+"""A local launch from start to report: ranks are started, watched, ended together, and maybe started again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import os
 import signal
 import time
 from collections import deque
+from dataclasses import replace
 
+from ..environment import memory_segment
 from . import cgroup, env
 from .config import LaunchConfig, LaunchError
 from .loop import FORWARDED, EventLoop
@@ -50,19 +52,27 @@ def launch(config: LaunchConfig) -> int:
 class _Launcher:
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
-        self._job_id = os.urandom(8).hex()
+        self._launch_id = os.urandom(8).hex()
+        self._logs: dict[int, RankLog] = {}
+        self._guard: Guard | None = None
+        self._memory = ""  # what outlives a restart
+        self._restarts = 0
+        self.loop = EventLoop(self._on_signal)
+        self._reset()
+
+    def _reset(self) -> None:
+        """What belongs to one start of the ranks."""
+        # Ranks of an earlier start are not of this job.
+        self._job_id = f"{self._launch_id}-{self._restarts}" if self._restarts else self._launch_id
         self._started_at = time.monotonic()
-        self._supervisor = Supervisor(config, start=self._started_at)
+        self._supervisor = Supervisor(self._config, start=self._started_at)
         self._processes: dict[int, RankProcess] = {}
         self._streams: dict[int, list[RankStream]] = {}
-        self._logs: dict[int, RankLog] = {}
         self._tails: dict[int, deque[bytes]] = {}
         self._facts: dict[int, RankFacts] = {}
         self._check_children_at = 0.0
         self._oom_kills = cgroup.oom_kills()
-        self._guard: Guard | None = None
         self._terminal: tuple[Sink, int] | None = None  # the real one, and rank 0's
-        self.loop = EventLoop(self._on_signal)
 
     # --- start ---
 
@@ -71,6 +81,16 @@ class _Launcher:
         config = self._config
         if config.log_dir is not None:
             self._open_logs(config.log_dir)
+        self._guard = Guard(self._segment_prefix)
+        if config.restarts:
+            try:
+                self._memory = memory_segment.create(self._launch_id, os.getpid())
+            except OSError as error:
+                self._say(f"nothing will be kept in memory between restarts: {error}")
+        self._start_ranks()
+
+    def _start_ranks(self) -> None:
+        config = self._config
         with listen(config.port, config.num_ranks) as store:
             cpus, quota = env.usable_cpus()
             plan = env.plan_cpus(cpus, config.num_ranks, quota=quota, bind=config.bind)
@@ -80,15 +100,16 @@ class _Launcher:
                 job_id=self._job_id,
                 secret=os.urandom(32).hex(),
                 num_threads=plan.num_threads,
+                restart=self._restarts,
+                memory=self._memory,
             )
-            self._guard = Guard(self._segment_prefix)
             for rank in range(config.num_ranks):
                 binding = None if plan.bindings is None else plan.bindings[rank]
                 self._start_rank(rank, job, binding, store.fileno() if rank == 0 else None)
 
     @property
     def _segment_prefix(self) -> str:
-        return f"polyreme-{self._job_id}-"
+        return f"polyreme-{self._launch_id}-"
 
     def _open_logs(self, folder: str) -> None:
         try:
@@ -170,7 +191,27 @@ class _Launcher:
     # --- run ---
 
     def run(self) -> int:
-        """Loops until all ranks have ended and their output is out; returns the exit code."""
+        """Loops until all ranks have ended for good and their output is out; returns the exit code."""
+        self._watch()
+        while self._may_restart():
+            for text in as_text(self._result(())):
+                self._say(text)
+            remove_segments(self._segment_prefix, keep=self._memory)
+            self._restarts += 1
+            self._say(f"restart {self._restarts} of {self._config.restarts}")
+            self._reset()
+            self._start_ranks()
+            self._watch()
+        return self._finish()
+
+    def _may_restart(self) -> bool:
+        stopped = self._supervisor.stop_signal is not None
+        abandoned = any(end.code is None for end in self._supervisor.ends)  # it holds memory and ports
+        failed = self._supervisor.exit_code() != 0 and not stopped and not abandoned
+        return failed and self._restarts < self._config.restarts
+
+    def _watch(self) -> None:
+        """Loops until all ranks have ended."""
         while not self._supervisor.done:
             self.loop.turn(self._next_check() - time.monotonic())
             now = time.monotonic()
@@ -183,7 +224,6 @@ class _Launcher:
             if stragglers:
                 names = ", ".join(str(rank) for rank in stragglers)
                 self._say(f"a rank exited with code 0 a while ago, but still running: {names}")
-        return self._finish()
 
     def _next_check(self) -> float:
         deadline = self._supervisor.deadline()
@@ -207,6 +247,8 @@ class _Launcher:
             if not process.ended():
                 continue
             ended = process.reap()
+            if self._guard is not None:
+                self._guard.forget(process.pid)
             for stream in self._streams[rank]:
                 self.loop.end_stream(stream)
             oom_kills = cgroup.oom_kills() if ended.code == -signal.SIGKILL else None
@@ -241,14 +283,22 @@ class _Launcher:
     def _finish(self) -> int:
         for sink in self.loop.sinks:
             sink.finish_line()
-        seconds = time.monotonic() - self._started_at
-        leftovers = remove_segments(self._segment_prefix)
+        result = self._result(remove_segments(self._segment_prefix))
         # First what the ranks have printed: the report then knows whether it arrived.
         patience = {} if self.loop.flush() else {"patience_s": _PATIENCE_S}
         lost = self.loop.lost_output()
-        result = LaunchResult(
-            exit_code=self._supervisor.exit_code() or (1 if lost else 0),
-            seconds=seconds,
+        if lost and not result.exit_code:
+            result = replace(result, exit_code=1)
+        for reason in lost:
+            self._say(f"output of the ranks was lost on {reason}")
+        self._tell(result)
+        self.loop.flush(**patience)
+        return result.exit_code
+
+    def _result(self, leftovers: tuple[str, ...]) -> LaunchResult:
+        return LaunchResult(
+            exit_code=self._supervisor.exit_code(),
+            seconds=time.monotonic() - self._started_at,
             job_id=self._job_id,
             num_ranks=self._config.num_ranks,
             stop_signal=self._supervisor.stop_signal,
@@ -257,12 +307,8 @@ class _Launcher:
             memory_limit_bytes=cgroup.memory_limit_bytes(),
             forwarded=tuple(n for n in FORWARDED if self._supervisor.forwarded(n)),
             leftovers=leftovers,
+            restarts=self._restarts,
         )
-        for reason in lost:
-            self._say(f"output of the ranks was lost on {reason}")
-        self._tell(result)
-        self.loop.flush(**patience)
-        return result.exit_code
 
     def _tell(self, result: LaunchResult) -> None:
         line = json.dumps(as_json(result))

@@ -109,6 +109,10 @@ class Guard:
         """Has this process group killed if the launcher is."""
         self._tell(f"{group}\n")
 
+    def forget(self, group: int) -> None:
+        """It has ended: its number may become another's."""
+        self._tell(f"-{group}\n")
+
     def dismiss(self) -> None:
         """Ends the guard: everything has been cleaned up."""
         self._tell("done\n")

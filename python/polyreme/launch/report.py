@@ -26,7 +26,7 @@ class RankFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchResult:
-    """What came of a launch. Times in seconds since its start."""
+    """What came of a launch, of its last start. Times in seconds since that; restarts: how many there were before."""
 
     exit_code: int
     seconds: float
@@ -38,6 +38,7 @@ class LaunchResult:
     memory_limit_bytes: int | None = None
     forwarded: tuple[int, ...] = ()
     leftovers: tuple[str, ...] = ()
+    restarts: int = 0
 
 
 def signal_name(number: int) -> str:
@@ -63,6 +64,7 @@ def as_json(result: LaunchResult) -> dict[str, object]:
         "seconds": round(result.seconds, 3),
         "job_id": result.job_id,
         "num_ranks": result.num_ranks,
+        "restarts": result.restarts,
         "stopped_by": None if stop is None else signal_name(stop),
         "first_cause": first,
         "causes": [end.rank for end in causes],

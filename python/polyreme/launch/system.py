@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import shutil
 import socket
 
+from ..environment.memory_segment import SHARED_MEMORY
 from .config import LaunchError
 from .env import MASTER_ADDR
 
@@ -29,12 +31,17 @@ def listen(port: int, num_ranks: int) -> socket.socket:
     return listener
 
 
-def remove_segments(prefix: str) -> tuple[str, ...]:
-    """Removes the shared-memory segments of a job; returns those that stay, with the reason."""
+def remove_segments(prefix: str, *, keep: str = "") -> tuple[str, ...]:
+    """Removes the shared-memory segments of a job, but not `keep`; returns those that stay, with the reason."""
     left = []
-    for path in glob.glob(f"/dev/shm/{prefix}*"):
+    for path in glob.glob(f"{SHARED_MEMORY}/{prefix}*"):
+        if path == keep:
+            continue
         try:
-            os.unlink(path)
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
         except OSError as error:
             left.append(f"{path}: {error}")
     return tuple(left)

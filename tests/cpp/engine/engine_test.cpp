@@ -82,7 +82,7 @@ TEST(Engine, NoLayoutChangesABit) {
   expect_same(train_tiny(2, tiny_options(4, 2), {.num_threads = 2}), one, "two threads each");
   expect_same(train_tiny(1, tiny_options(4, 2), {.isa = "avx2"}), one, "avx2");
   GptConfig recompute = tiny_config();
-  recompute.recompute = true;
+  recompute.recompute = Recomputation::kBlocks;
   expect_same(train_tiny(1, tiny_options(4, 2), {}, recompute), one, "recompute");
   // Lanes are what may: else this test would see nothing.
   EXPECT_NE(train_tiny(1, tiny_options(1, 2)).grads, one.grads);

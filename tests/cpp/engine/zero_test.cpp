@@ -32,7 +32,7 @@ EngineOptions with_zero(EngineOptions options, const ZeroOptions& zero) {
 
 TEST(Zero, EveryScheduleOfTheDeferredDeviceHasTheBitsOfOneRank) {
   GptConfig recompute = tiny_config();
-  recompute.recompute = true;
+  recompute.recompute = Recomputation::kBlocks;
   for (const bool round_first : {false, true}) {
     const ZeroOptions plain{.round_first = round_first};
     const std::vector<float> one = train(1, with_zero(tiny_options(4, 1), plain), {});

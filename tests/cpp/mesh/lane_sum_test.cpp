@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 
+#include "comm/half.h"
 #include "common/error_text.h"
 #include "common/thread_ranks.h"
 #include "ops/op_test.h"
@@ -74,6 +75,55 @@ TEST(LaneSum, EveryNumberOfRanksHasTheBitsOfTheTree) {
   for (const CpuExecutor executor : {CpuExecutor::kImmediate, CpuExecutor::kDeferred})
     for (int64_t lanes = 1; lanes <= 16; lanes *= 2)
       for (int ranks = 1; ranks <= lanes; ranks *= 2) expect_tree_bits(lanes, ranks, {.executor = executor});
+}
+
+// The sum of lanes that were rounded to `wire`, whole and this rank's slice of it.
+void expect_rounded_lanes(DType wire, int64_t lanes, int ranks, CpuExecutor executor) {
+  run_ranks(ranks, {.executor = executor}, [&](World& world) {
+    Device& device = world.device();
+    const auto stream = device.create_stream("compute");
+    const int64_t local = lanes / ranks, first = world.rank() * local;
+    const auto size = static_cast<int64_t>(kSize);
+    LaneSum lane_sum(device, {size}, local, world.communicator(), /*is_kept=*/true, wire);
+    Lanes terms = draw_lanes(lanes, 4);
+    for (int form = 0; form < 2; ++form) {
+      for (int64_t lane = first; lane < first + local; ++lane) {
+        const Tensor values = empty(device, DType::kF32, {size}, "terms");
+        copy_from_host(*stream, terms[static_cast<size_t>(lane)].data(), values);
+        const Tensor partial = lane_sum.begin_lane(*stream);
+        add(*stream, partial, values, partial);
+        lane_sum.end_lane(*stream);
+      }
+      Lanes rounded = terms;
+      std::vector<uint16_t> halves(kSize);
+      for (std::vector<float>& lane : rounded) {
+        narrow(wire, lane.data(), size, halves.data());
+        widen(wire, halves.data(), size, lane.data());
+      }
+      std::vector<float> expected = tree_sum(rounded, 0, rounded.size());
+      Tensor sum;
+      if (form == 0) {
+        sum = lane_sum.reduce(*stream);
+      } else {
+        if (size % ranks != 0) return;
+        sum = lane_sum.own_slice();
+        lane_sum.reduce_slice(*stream, sum);
+        const auto begin = expected.begin() + world.rank() * (size / ranks);
+        expected = {begin, begin + size / ranks};
+      }
+      std::vector<float> result(expected.size());
+      copy_to_host(*stream, sum, result.data());
+      stream->synchronize();
+      expect_same_bits(result, expected, concat(lanes, " lanes on ", ranks, " ranks, form ", form));
+    }
+  });
+}
+
+TEST(LaneSum, LanesAreRoundedToTheWireOnEveryNumberOfRanks) {
+  for (const DType wire : {DType::kBF16, DType::kF16})
+    for (const CpuExecutor executor : {CpuExecutor::kImmediate, CpuExecutor::kDeferred})
+      for (const int ranks : {1, 2, 4, 8}) expect_rounded_lanes(wire, 8, ranks, executor);
+  for (const int ranks : {2, 3, 5}) expect_rounded_lanes(DType::kBF16, ranks, ranks, CpuExecutor::kImmediate);
 }
 
 TEST(LaneSum, OneLanePerRankMayBeAnyNumber) {

@@ -81,6 +81,9 @@ LayerCase gpt_case(const GptConfig& config, int64_t seq) {
   return c;
 }
 
+constexpr Recomputation kRecomputations[] = {Recomputation::kNone, Recomputation::kBlocks,
+                                             Recomputation::kAttention};
+
 class Gpt : public ::testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(Heads, Gpt, ::testing::Values(true, false),
                          [](const auto& tied) { return tied.param ? "Tied" : "Untied"; });
@@ -96,11 +99,13 @@ TEST_P(Gpt, NoCutShowsAndNorDoesRecompute) {
   config.tied = GetParam();
   const LayerCase plain = gpt_case(config, 6);
   expect_no_cut_shows(plain);
-  config.recompute = true;
-  const LayerCase recompute = gpt_case(config, 6);
-  expect_no_cut_shows(recompute);
-  Rig rig;
-  expect_same_bits(run_layer(rig, recompute, {4}).joined(), run_layer(rig, plain, {4}).joined());
+  for (const Recomputation which : {Recomputation::kBlocks, Recomputation::kAttention}) {
+    config.recompute = which;
+    const LayerCase recompute = gpt_case(config, 6);
+    expect_no_cut_shows(recompute);
+    Rig rig;
+    expect_same_bits(run_layer(rig, recompute, {4}).joined(), run_layer(rig, plain, {4}).joined());
+  }
 }
 
 // Every way to store: {dtype, norms, logits}.
@@ -129,7 +134,7 @@ TEST_P(Gpt, NarrowMatchesFloat64) {
 
 TEST_P(Gpt, NarrowHasTrueCostsAndNoCutShows) {
   for (const std::vector<DType>& dtypes : kNarrow) {
-    for (const bool recompute : {false, true}) {
+    for (const Recomputation recompute : kRecomputations) {
       GptConfig config = narrow_config(dtypes, GetParam());
       config.recompute = recompute;
       const LayerCase c = gpt_case(config, 6);
@@ -140,7 +145,7 @@ TEST_P(Gpt, NarrowHasTrueCostsAndNoCutShows) {
 }
 
 TEST_P(Gpt, CostIsTrue) {
-  for (const bool recompute : {false, true}) {
+  for (const Recomputation recompute : kRecomputations) {
     for (const float dropout : {0.0f, 0.2f}) {
       GptConfig config = tiny_config();
       config.tied = GetParam();

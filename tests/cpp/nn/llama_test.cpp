@@ -186,7 +186,7 @@ TEST(Llama, RecomputeChangesNoBit) {
   Rig rig;
   LlamaConfig config = tiny_config();
   const auto plain = run_layer(rig, llama_case(config), {4}).joined();
-  config.recompute = true;
+  config.recompute = Recomputation::kBlocks;
   expect_same_bits(run_layer(rig, llama_case(config), {1, 4}).joined(), plain);
 }
 

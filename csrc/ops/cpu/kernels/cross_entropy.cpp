@@ -92,7 +92,73 @@ void backward_rows(const CrossEntropyBackward& args, int64_t first_row, int64_t 
   }
 }
 
+template <typename T>
+void part_max_rows(const CrossEntropyPart& args, int64_t first_row, int64_t end_row) {
+  for (int64_t row = first_row; row < end_row; ++row) {
+    const T* x = static_cast<const T*>(args.logits) + row * args.cols;
+    const float top = block_max(x, args.valid);
+    if (top > args.top[row]) args.top[row] = top;
+  }
+}
+
+template <typename T>
+void part_sums_rows(const CrossEntropyPart& args, int64_t first_row, int64_t end_row) {
+  for (int64_t row = first_row; row < end_row; ++row) {
+    const T* x = static_cast<const T*>(args.logits) + row * args.cols;
+    const float shift = args.top[row] == -__builtin_inff() ? 0.0f : args.top[row];
+    double sum = 0;
+    for (int64_t begin = 0; begin < args.valid; begin += kBlock) {
+      const int64_t count = args.valid - begin < kBlock ? args.valid - begin : kBlock;
+      sum += static_cast<double>(block_sum_exp(x + begin, count, shift));
+    }
+    args.sums[row] = static_cast<float>(sum);
+    const int64_t target = args.targets[row] - args.first_class;
+    args.sums[args.rows + row] = target >= 0 && target < args.valid ? widen(x[target]) : 0.0f;
+  }
+}
+
+template <typename T>
+void part_backward_rows(const CrossEntropyPart& args, int64_t first_row, int64_t end_row) {
+  const v16f scale = broadcast(args.scale);
+  for (int64_t row = first_row; row < end_row; ++row) {
+    T* x = static_cast<T*>(args.logits) + row * args.cols;
+    const int64_t target = args.targets[row] - args.first_class;
+    const int64_t used = args.targets[row] < 0 ? 0 : args.valid;
+    const v16f shift = broadcast(args.log_sum_exp[row]);
+    const bool is_here = target >= 0 && target < used;
+    const float probability = is_here ? exp_lane(widen(x[target]) - args.log_sum_exp[row]) : 0.0f;
+    for_lanes(used,
+              [=](int64_t i, auto lanes) { store(x + i, exp(load(x + i, lanes) - shift) * scale, lanes); });
+    for_lanes(args.cols - used, [=](int64_t i, auto lanes) { store(x + used + i, zero(), lanes); });
+    if (is_here) narrow((probability - 1.0f) * args.scale, x + target);
+  }
+}
+
 }  // namespace
+
+void cross_entropy_part_max(const CrossEntropyPart& args, int64_t first_row, int64_t end_row) {
+  with_element(args.type, [&](auto t) { part_max_rows<decltype(t)>(args, first_row, end_row); });
+}
+
+void cross_entropy_part_sums(const CrossEntropyPart& args, int64_t first_row, int64_t end_row) {
+  with_element(args.type, [&](auto t) { part_sums_rows<decltype(t)>(args, first_row, end_row); });
+}
+
+void cross_entropy_finish(const CrossEntropyPart& args, int64_t first_row, int64_t end_row) {
+  for (int64_t row = first_row; row < end_row; ++row) {
+    const double sum = args.sums[row];
+    const double log_sum_exp =
+        sum > 0 ? static_cast<double>(args.top[row]) + log_double(sum) : __builtin_nan("");
+    args.log_sum_exp[row] = static_cast<float>(log_sum_exp);
+    args.loss[row] = args.targets[row] >= 0
+                         ? static_cast<float>(log_sum_exp - static_cast<double>(args.sums[args.rows + row]))
+                         : 0.0f;
+  }
+}
+
+void cross_entropy_part_backward(const CrossEntropyPart& args, int64_t first_row, int64_t end_row) {
+  with_element(args.type, [&](auto t) { part_backward_rows<decltype(t)>(args, first_row, end_row); });
+}
 
 void cross_entropy_forward(const CrossEntropyForward& args, int64_t first_row, int64_t end_row) {
   with_element(args.type, [&](auto t) { forward_rows<decltype(t)>(args, first_row, end_row); });

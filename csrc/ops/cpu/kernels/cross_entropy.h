@@ -10,10 +10,14 @@
 
 #include "ops/cpu/kernels/element.h"
 
-#define POLYREME_CROSS_ENTROPY_KERNELS(isa)                                                          \
-  namespace isa {                                                                                    \
-  void cross_entropy_forward(const CrossEntropyForward& args, int64_t first_row, int64_t end_row);   \
-  void cross_entropy_backward(const CrossEntropyBackward& args, int64_t first_row, int64_t end_row); \
+#define POLYREME_CROSS_ENTROPY_KERNELS(isa)                                                           \
+  namespace isa {                                                                                     \
+  void cross_entropy_forward(const CrossEntropyForward& args, int64_t first_row, int64_t end_row);    \
+  void cross_entropy_backward(const CrossEntropyBackward& args, int64_t first_row, int64_t end_row);  \
+  void cross_entropy_part_max(const CrossEntropyPart& args, int64_t first_row, int64_t end_row);      \
+  void cross_entropy_part_sums(const CrossEntropyPart& args, int64_t first_row, int64_t end_row);     \
+  void cross_entropy_finish(const CrossEntropyPart& args, int64_t first_row, int64_t end_row);        \
+  void cross_entropy_part_backward(const CrossEntropyPart& args, int64_t first_row, int64_t end_row); \
   }
 
 namespace polyreme::cpu {
@@ -35,6 +39,20 @@ struct CrossEntropyBackward {
   void* logits;              // [rows, vocab]
   const int32_t* targets;    // [rows]
   const float* log_sum_exp;  // [rows]
+  float scale;
+};
+
+// A part of the classes, see ops.h. Each kernel uses what it needs.
+struct CrossEntropyPart {
+  int64_t rows, cols;
+  int64_t valid, first_class;
+  Element type;            // of logits
+  void* logits;            // [rows, cols]
+  const int32_t* targets;  // [rows]
+  float* top;              // [rows]
+  float* sums;             // [2, rows]
+  float* loss;             // [rows]
+  float* log_sum_exp;      // [rows]
   float scale;
 };
 
