@@ -37,6 +37,9 @@ struct WaitingPolicy {
 };
 constexpr WaitingPolicy kCorePerRank{4000, 200};
 constexpr WaitingPolicy kOversubscribed{100, 50};
+// Where other programs run, a yield gives them the CPU for milliseconds; a sleeper that is woken gets it at
+// once.
+constexpr auto kYieldingLimit = std::chrono::milliseconds(1);
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -204,7 +207,7 @@ void SharedGroup::await(Awaited& awaited, Bell& bell) {
   };
   std::optional<Sleeper> sleeper;
   const WaitingPolicy& policy = oversubscribed_ ? kOversubscribed : kCorePerRank;
-  Clock::time_point deadline, next_look;
+  Clock::time_point yielding_since, deadline, next_look;
   for (int idle = 0;; ++idle) {
     if (idle == policy.pauses + policy.yields && !sleeper) sleeper.emplace(bell);
     const uint64_t seen = bell.count.load(std::memory_order_seq_cst);
@@ -216,7 +219,9 @@ void SharedGroup::await(Awaited& awaited, Bell& bell) {
       continue;
     }
     if (idle < policy.pauses + policy.yields) {
+      if (idle == policy.pauses) yielding_since = Clock::now();
       sched_yield();
+      if (Clock::now() - yielding_since > kYieldingLimit) idle = policy.pauses + policy.yields - 1;
       continue;
     }
     const Clock::time_point now = Clock::now();
