@@ -54,6 +54,11 @@ class ArrayOptimizer {
     core_.gradients().end_micro_batch();
   }
   void restart() { core_.gradients().restart(); }
+  // Empty: this rank can go on. Otherwise all ranks throw.
+  void agree(const std::string& refusal) {
+    const Interruptible call(&world_);
+    core_.agree(refusal.empty() ? nullptr : std::make_exception_ptr(InvalidArgument(refusal)));
+  }
   py::dict step(double lr, double loss_scale, int64_t count, bool counted) {
     ShardedStepResult result;
     {
@@ -226,6 +231,7 @@ void bind_optim(py::module_& m) {
       .def("add", &ArrayOptimizer::add, "param"_a, "grad"_a)
       .def("end_micro_batch", &ArrayOptimizer::end_micro_batch)
       .def("restart", &ArrayOptimizer::restart)
+      .def("agree", &ArrayOptimizer::agree, "refusal"_a)
       .def("step", &ArrayOptimizer::step, "lr"_a, "loss_scale"_a, "count"_a, "counted"_a)
       .def("read", &ArrayOptimizer::read, "kind"_a, "arrays"_a)
       .def("write", &ArrayOptimizer::write, "kind"_a, "param"_a, "array"_a)

@@ -27,6 +27,7 @@ GradStore::GradStore(Stream& compute, Stream& background, const ParamRegistry& r
   const ShardMap& map = plan.map;
   const auto num_units = at(map.num_units());
   lane_grads_.resize(num_units);
+  has_terms_.resize(at(map.num_params()));
   tp_grads_.resize(num_units);
   slices_.resize(num_units);
   own_.resize(num_units);
@@ -66,12 +67,23 @@ void GradStore::begin_layer(size_t layer) {
     if (!extra.grad.defined())
       extra.grad =
           empty(compute_.device(), DType::kF32, plan_.map.shape_of(extra.use.param), "tied gradient");
-    fill(compute_, extra.grad, 0.0f);
     extra.is_begun = true;
+    extra.has_terms = 0;
+  }
+}
+
+void GradStore::fill_gaps(int unit, const Tensor& buffer) {
+  const ShardMap& map = plan_.map;
+  const std::vector<int>& params = map.params_of(unit);
+  for (size_t i = 0; i < params.size(); ++i) {
+    const int64_t end = map.offset_in_unit(params[i]) + map.shape_of(params[i]).numel();
+    const int64_t next = i + 1 < params.size() ? map.offset_in_unit(params[i + 1]) : map.unit_elements(unit);
+    if (end < next) fill(compute_, buffer.slice(0, end, next), 0.0f);
   }
 }
 
 void GradStore::begin_unit(int unit) {
+  for (const int param : plan_.map.params_of(unit)) has_terms_[at(param)] = 0;
   // Of an earlier round, which may still be on its way.
   compute_.wait(*reduced_[at(unit)]);
   while (keeps_slices_ && in_flight_.size() > kMaxInFlight) {
@@ -81,10 +93,11 @@ void GradStore::begin_unit(int unit) {
   if (is_deferred_[at(unit)]) {
     lane_grads_[at(unit)] =
         empty(compute_.device(), DType::kF32, {plan_.map.unit_elements(unit)}, "deferred gradient");
-    fill(compute_, lane_grads_[at(unit)], 0.0f);
+    fill_gaps(unit, lane_grads_[at(unit)]);
     return;
   }
-  lane_grads_[at(unit)] = lane_sums_[at(unit)].begin_lane(compute_);
+  lane_grads_[at(unit)] = lane_sums_[at(unit)].begin_lane(compute_, /*is_zeroed=*/false);
+  fill_gaps(unit, lane_grads_[at(unit)]);
   if (!tp_ || plan_.is_cut[at(unit)]) return;
   std::vector<Tensor>& more = tp_grads_[at(unit)];
   more.resize(static_cast<size_t>(tp_->lanes().count - 1));
@@ -110,10 +123,11 @@ void GradStore::complete_layer(size_t layer) {
     for (ExtraUse& extra : extra_uses_) {
       if (extra.unit != unit) continue;
       const Tensor total = grad({extra.use.param, 0});
-      add(compute_, total, extra.grad, total);
+      add(compute_, total, grad(extra.use), total);
       extra.is_begun = false;
       if (keeps_slices_) extra.grad = {};
     }
+    for (const int param : plan_.map.params_of(unit)) grad({param, 0});  // zeros where there was none
     sum_over_tp(unit);
     if (is_deferred_[at(unit)]) {
       late_[at(unit)].push_back(std::exchange(lane_grads_[at(unit)], {}));
@@ -130,6 +144,7 @@ void GradStore::complete_deferred(int param, std::span<const Tensor> shares) {
   require<Error>(late.size() == shares.size(), "a shared parameter has ", late.size(), " lanes here and ",
                  shares.size(), " where it is used again");
   for (size_t lane = 0; lane < late.size(); ++lane) {
+    compute_.wait(*reduced_[at(unit)]);  // of an earlier round, as in begin_unit
     const Tensor buffer = lane_sums_[at(unit)].begin_lane(compute_);
     copy(compute_, late[lane], buffer);
     const Tensor total = plan_.map.view(buffer, param);
@@ -173,19 +188,32 @@ void GradStore::finish() {
   in_flight_.clear();
 }
 
-Tensor GradStore::grad(const ParamUse& use) const {
+std::pair<Tensor, uint8_t*> GradStore::accumulator(const ParamUse& use) const {
   // What is added to it is dropped: of a parameter whose layer computes two gradients at once.
   if (!is_trainable(use.param))
-    return empty(compute_.device(), DType::kF32, plan_.map.shape_of(use.param), "gradient of a frozen one");
+    return {empty(compute_.device(), DType::kF32, plan_.map.shape_of(use.param), "gradient of a frozen one"),
+            nullptr};
   if (use.use == 0) {
     const int unit = plan_.map.unit_of(use.param);
     const bool is_first = use.lane == 0 || tp_grads_[at(unit)].empty();
-    return plan_.map.view(is_first ? lane_grads_[at(unit)] : tp_grads_[at(unit)][at(use.lane - 1)],
-                          use.param);
+    if (!is_first) return {plan_.map.view(tp_grads_[at(unit)][at(use.lane - 1)], use.param), nullptr};
+    return {plan_.map.view(lane_grads_[at(unit)], use.param), &has_terms_[at(use.param)]};
   }
   for (const ExtraUse& extra : extra_uses_)
-    if (extra.use.param == use.param && extra.use.use == use.use) return extra.grad;
+    if (extra.use.param == use.param && extra.use.use == use.use) return {extra.grad, &extra.has_terms};
   throw Error(concat("parameter ", use.param, " has no use ", use.use));
+}
+
+Tensor GradStore::grad(const ParamUse& use) const {
+  const auto [memory, has_terms] = accumulator(use);
+  if (has_terms && !std::exchange(*has_terms, uint8_t{1})) fill(compute_, memory, 0.0f);
+  return memory;
+}
+
+Tensor GradStore::grad_to_write(const ParamUse& use, bool* adds) const {
+  const auto [memory, has_terms] = accumulator(use);
+  *adds = !has_terms || std::exchange(*has_terms, uint8_t{1});
+  return memory;
 }
 
 }  // namespace polyreme

@@ -47,6 +47,8 @@ class GradStore {
 
   // use.lane: of which lane of tp the tokens are, where that makes a difference.
   Tensor grad(const ParamUse& use) const;
+  // See ParamStorage: the large gradients, products of matrices, need not be zeroed before.
+  Tensor grad_to_write(const ParamUse& use, bool* adds) const;
   // The parameter, alone in its unit, is not complete before complete_deferred: another stage has a share.
   void defer(int param) { is_deferred_[static_cast<size_t>(plan_.map.unit_of(param))] = true; }
   // Lanes (of rounds) that wait for it.
@@ -71,8 +73,13 @@ class GradStore {
     int unit;
     Tensor grad;
     bool is_begun = false;
+    mutable uint8_t has_terms = 0;
   };
   void begin_unit(int unit);
+  // Zeros where no parameter is, which the norm and sums read too.
+  void fill_gaps(int unit, const Tensor& buffer);
+  // The memory of a use, and the flag of whether it has a gradient; null: it is there from the start.
+  std::pair<Tensor, uint8_t*> accumulator(const ParamUse& use) const;
   // The lane's gradient, summed over tp.
   void sum_over_tp(int unit);
   void reduce(int unit);
@@ -88,6 +95,8 @@ class GradStore {
   bool keeps_slices_;               // stage 2: buffers go after the reduction
   std::vector<LaneSum> lane_sums_;  // by unit, as the following
   std::vector<Tensor> lane_grads_;  // of the current lane; undefined: not begun
+  mutable std::vector<uint8_t>
+      has_terms_;  // by parameter: lane_grads_ has its gradient, else undefined memory
   // Of the current lane, for the second and further lanes of tp where the unit needs them.
   std::vector<std::vector<Tensor>> tp_grads_;
   std::vector<Tensor> slices_;  // where the reduction goes; undefined: stays in the buffer

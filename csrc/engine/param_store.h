@@ -36,6 +36,11 @@ class ParamStore final : public ParamStorage {
   Tensor grad(const ParamUse& use) const override {
     return is_shared(use) ? shared_->grad(use) : grads.grad({part_.local_of(use), use.use, use.lane});
   }
+  Tensor grad_to_write(const ParamUse& use, bool* adds) const override {
+    *adds = true;
+    if (is_shared(use)) return shared_->grad(use);
+    return grads.grad_to_write({part_.local_of(use), use.use, use.lane}, adds);
+  }
   bool is_trainable(const ParamUse& use) const override {
     return is_shared(use) ? shared_->is_trainable(use.param) : grads.is_trainable(part_.local_of(use));
   }

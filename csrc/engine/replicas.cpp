@@ -12,6 +12,8 @@ namespace {
 // What ranks of `group` should have alike: tensors and their names.
 struct Copies {
   Communicator* group;
+  const char* axis;
+  int rank;  // this one's along the axis
   std::vector<Tensor> tensors;
   std::vector<std::string> names;
 };
@@ -24,25 +26,27 @@ std::string ranks_text(const std::vector<int>& ranks) {
 
 // "rank 1 has another weight 'h.0.x' than ranks 0, 2"; empty if all are equal. `values`: of all ranks.
 std::string difference(const Copies& copies, const std::vector<int64_t>& values, size_t index,
-                       const std::vector<int>& dp_ranks) {
+                       const std::vector<int>& ranks_on_axis) {
   std::map<int64_t, std::vector<int>> ranks_of;
-  for (size_t r = 0; r < dp_ranks.size(); ++r)
-    ranks_of[values[r * copies.names.size() + index]].push_back(dp_ranks[r]);
+  for (size_t r = 0; r < ranks_on_axis.size(); ++r)
+    ranks_of[values[r * copies.names.size() + index]].push_back(ranks_on_axis[r]);
   if (ranks_of.size() == 1) return {};
   std::vector<int> usual, others;
   for (const auto& [value, ranks] : ranks_of)
     if (ranks.size() > usual.size() || (ranks.size() == usual.size() && ranks < usual)) usual = ranks;
   for (const auto& [value, ranks] : ranks_of)
     if (ranks != usual) others.insert(others.end(), ranks.begin(), ranks.end());
-  return concat("dp rank ", ranks_text(others), " has another ", copies.names[index], " than dp rank ",
-                ranks_text(usual));
+  return concat(copies.axis, " rank ", ranks_text(others), " has another ", copies.names[index], " than ",
+                copies.axis, " rank ", ranks_text(usual));
 }
 
 }  // namespace
 
 void Engine::check_replicas() {
   const std::vector<ParamSpec>& specs = part_.registry.specs();
-  Copies whole{&dp_, {}, {}}, slices{map().num_shards() == 1 ? &dp_ : groups_.replicas(), {}, {}};
+  Copies whole{&dp_, "dp", dp_rank_, {}, {}};
+  Copies slices{map().num_shards() == 1 ? &dp_ : groups_.replicas(), "dp", dp_rank_, {}, {}};
+  Copies uncut{tp_ ? &tp_->group() : nullptr, "tp", tp_ ? static_cast<int>(tp_->rank()) : 0, {}, {}};
   for (int param = 0; param < map().num_params(); ++param) {
     const int unit = map().unit_of(param);
     if (!plan_.stays_whole[static_cast<size_t>(unit)]) continue;
@@ -50,13 +54,16 @@ void Engine::check_replicas() {
     whole.names.push_back(concat("weight '", specs[static_cast<size_t>(param)].name, "'"));
   }
   // The first copy of the state has nobody to be compared with, unless shards are held more than once.
-  for (const StatePart& part : slices.group ? state_parts() : std::vector<StatePart>{}) {
-    slices.tensors.push_back(part.tensor);
+  for (const StatePart& part : slices.group || uncut.group ? state_parts() : std::vector<StatePart>{}) {
     const ParamSpec& spec = model_.registry.specs()[static_cast<size_t>(part.param)];
-    slices.names.push_back(concat(part.kind, " '", spec.name, "'"));
+    for (Copies* copies : {&slices, &uncut}) {
+      if (!copies->group || (copies == &uncut && is_cut(spec, "tp"))) continue;
+      copies->tensors.push_back(part.tensor);
+      copies->names.push_back(concat(part.kind, " '", spec.name, "'"));
+    }
   }
   std::string found;
-  for (const Copies& copies : {whole, slices}) {
+  for (const Copies& copies : {whole, slices, uncut}) {
     if (!copies.group) continue;
     const auto count = static_cast<int64_t>(copies.tensors.size());
     std::vector<int64_t> mine(copies.tensors.size());
@@ -68,30 +75,34 @@ void Engine::check_replicas() {
       copy_to_host(*stream_, prints, mine.data());
       stream_->synchronize();
     }
-    mine.push_back(dp_rank_);
+    mine.push_back(copies.rank);
     const std::vector<int64_t> all = gather_values(*copies.group, *stream_, mine);
     std::vector<int64_t> values;
-    std::vector<int> dp_ranks;
+    std::vector<int> ranks_on_axis;
     for (size_t r = 0; r < static_cast<size_t>(copies.group->size()); ++r) {
       const auto begin = all.begin() + static_cast<std::ptrdiff_t>(r * mine.size());
       values.insert(values.end(), begin, begin + count);
-      dp_ranks.push_back(static_cast<int>(begin[count]));
+      ranks_on_axis.push_back(static_cast<int>(begin[count]));
     }
     for (size_t i = 0; i < copies.names.size() && found.empty(); ++i)
-      found = difference(copies, values, i, dp_ranks);
+      found = difference(copies, values, i, ranks_on_axis);
   }
   // Ranks of other shards may see nothing: all stop together.
   std::vector<int64_t> differ = gather_values(dp_, *stream_, {found.empty() ? 0 : 1});
-  if (pipeline_) {
-    const bool any = std::find(differ.begin(), differ.end(), 1) != differ.end();
-    const std::vector<int64_t> stages = gather_values(pipeline_->group(), *stream_, {any ? 1 : 0});
-    const auto stage = std::find(stages.begin(), stages.end(), 1);
-    if (stage != stages.end() && !any)
-      throw NumericError(concat("after step ", applied_steps_, ": ranks of stage ", stage - stages.begin(),
-                                " that should hold equal bits do not; their errors say which"));
-  }
+  bool any = std::find(differ.begin(), differ.end(), 1) != differ.end();
+  const auto stop_with = [&](Communicator& group, const char* others) {
+    const std::vector<int64_t> all = gather_values(group, *stream_, {any ? 1 : 0});
+    const auto one = std::find(all.begin(), all.end(), 1);
+    if (one == all.end() || any) return;
+    any = true;
+    if (found.empty())
+      found = concat("ranks of ", others, " ", one - all.begin(),
+                     " do not hold equal bits (their errors say which)");
+  };
+  if (tp_) stop_with(tp_->group(), "tp rank");
+  if (pipeline_) stop_with(pipeline_->group(), "stage");
+  if (!any) return;
   const auto first = std::find(differ.begin(), differ.end(), 1);
-  if (first == differ.end()) return;
   if (found.empty()) found = concat("dp rank ", first - differ.begin(), " and its replicas differ");
   throw NumericError(
       concat("after step ", applied_steps_, ": ", found,

@@ -25,8 +25,12 @@ WeightStore::WeightStore(Stream& compute, Stream& background, const UnitPlan& pl
   for (int unit = 0; unit < map.num_units(); ++unit) {
     const FlatRange slice = map.shard_slice(unit, groups.shard_rank() % map.num_shards());
     const bool is_whole = plan.stays_whole[at(unit)];
-    const Tensor buffer = groups.shard().allocate(
-        device, map.dtype_of(unit), {is_whole ? map.unit_elements(unit) : slice.size()}, "weights");
+    // What the ranks read of each other is in memory of the group, all else in the device's own, whose pages
+    // are larger.
+    const Shape shape{is_whole ? map.unit_elements(unit) : slice.size()};
+    const Tensor buffer = map.num_shards() > 1
+                              ? groups.shard().allocate(device, map.dtype_of(unit), shape, "weights")
+                              : empty(device, map.dtype_of(unit), shape, "weights");
     fill(compute, buffer, 0.0f);
     whole_.push_back(is_whole ? buffer : Tensor());
     own_.push_back(is_whole ? buffer.slice(0, slice.begin, slice.end) : buffer);

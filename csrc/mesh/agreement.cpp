@@ -35,7 +35,7 @@ int64_t agree(Communicator& group, Stream& stream, const std::vector<Fact>& fact
     const int64_t* theirs = &all[static_cast<size_t>(r * width)];
     sum += theirs[0];
     require(theirs[1] == 0, axis, " rank ", r,
-            " refused its batch; its own error says why. Nothing was done");
+            " refused this call; its own error says why. Nothing was done");
     for (size_t i = 0; i < facts.size(); ++i)
       if (theirs[i + 2] != facts[i].value)
         different += concat(different.empty() ? "" : "; ", axis, " rank ", r, " has another ", facts[i].name,

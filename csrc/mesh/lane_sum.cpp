@@ -53,10 +53,10 @@ void LaneSum::restart() {
     if (subtrees_[level].defined()) free_.push_back(std::exchange(subtrees_[level], Tensor()));
 }
 
-Tensor LaneSum::begin_lane(Stream& stream) {
+Tensor LaneSum::begin_lane(Stream& stream, bool is_zeroed) {
   if (subtrees_.back().defined()) free_.push_back(std::exchange(subtrees_.back(), Tensor()));
   current_ = take_buffer();
-  fill(stream, current_, 0.0f);
+  if (is_zeroed) fill(stream, current_, 0.0f);
   return current_;
 }
 

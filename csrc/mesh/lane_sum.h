@@ -34,8 +34,8 @@ class LaneSum {
 
   // Forgets the lanes of a sum that an error broke off; without effect between two sums.
   void restart();
-  // A zeroed buffer for the next lane's partial sum. Lanes come in ascending order.
-  Tensor begin_lane(Stream& stream);
+  // A buffer for the next lane's partial sum, zeroed or undefined. Lanes come in ascending order.
+  Tensor begin_lane(Stream& stream, bool is_zeroed = true);
   // Returns whether it was the last lane of this rank: the sum can be finished.
   bool end_lane(Stream& stream);
   // begin_lane and end_lane for a partial sum in memory of its own, of `shape`, which the sum may overwrite.

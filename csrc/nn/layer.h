@@ -26,6 +26,12 @@ class ParamStorage {
   virtual Tensor weight(const ParamUse& use) const = 0;
   // The accumulator of this use for the current lane; backward_weight adds to it.
   virtual Tensor grad(const ParamUse& use) const = 0;
+  // The same for an operation that can write all of it. `adds`: whether there is something to add to; if not,
+  // the memory is undefined, and must get the bits that adding to zeros has.
+  virtual Tensor grad_to_write(const ParamUse& use, bool* adds) const {
+    *adds = true;
+    return grad(use);
+  }
   // Whether the parameter learns. Of one that does not, what is added to grad() is dropped.
   virtual bool is_trainable(const ParamUse&) const { return true; }
 };
@@ -51,6 +57,10 @@ struct Context {
     use.lane = lane;
     return params.grad(use);
   }
+  Tensor grad_to_write(ParamUse use, bool* adds) const {
+    use.lane = lane;
+    return params.grad_to_write(use, adds);
+  }
   Context of_lane(int64_t which) const {
     Context context = *this;
     context.lane = static_cast<int>(which);
@@ -66,7 +76,7 @@ struct Saved {
   std::vector<Saved> children;
 };
 
-// The work of one micro-batch of `num_samples` x `seq_len` tokens. The one description of cost:
+// The work of one micro-batch of `num_samples` x `seq_len` tokens, on one rank. The one description of cost:
 // planner, simulator, MFU and memory report read it.
 struct Cost {
   double forward_flops = 0;  // a fused multiply-add counts 2
@@ -103,6 +113,7 @@ class Layer {
   // Adds to the gradients of the layer's parameters, one chain over tokens. After backward_input;
   // per lane in ascending order of micro-batches.
   virtual void backward_weight(const Context& context, Saved& saved) const;
+  // Of an input of num_samples * seq_len rows: where tp cuts the tokens, seq_len are a rank's own.
   virtual Cost cost(int64_t num_samples, int64_t seq_len) const = 0;
 };
 

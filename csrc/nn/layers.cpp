@@ -134,9 +134,12 @@ Tensor Linear::backward_input(const Context& context, const Tensor& dy, Saved& s
 void Linear::backward_weight(const Context& context, Saved& saved) const {
   const Tensor& x = saved.tensors[0];
   const Tensor& dy = saved.tensors[1];
-  if (context.params.is_trainable(weight_))
-    gemm(context.stream, dy.transpose(0, 1), x, context.grad(weight_), /*accumulate=*/true, {},
+  if (context.params.is_trainable(weight_)) {
+    bool adds = true;
+    const Tensor grad = context.grad_to_write(weight_, &adds);
+    gemm(context.stream, dy.transpose(0, 1), x, grad, /*accumulate=*/adds, {},
          /*k_unit=*/context.batch.seq_len());
+  }
   if (bias_ && context.params.is_trainable(bias_use_))
     accumulate_rows(context.stream, dy, context.grad(bias_use_));
 }

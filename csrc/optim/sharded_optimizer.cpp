@@ -78,7 +78,8 @@ ShardedOptimizer::ShardedOptimizer(Device& device, Stream& background, Communica
 }
 
 void ShardedOptimizer::agree_on_settings() {
-  agree(group_, *compute_, {fact("number of parameters", static_cast<int64_t>(specs_.size()))}, nullptr);
+  polyreme::agree(group_, *compute_, {fact("number of parameters", static_cast<int64_t>(specs_.size()))},
+                  nullptr);
   std::vector<Fact> facts = {
       fact("stage", options_.stage),
       fact("lanes", options_.lanes),
@@ -90,16 +91,23 @@ void ShardedOptimizer::agree_on_settings() {
       fact("stochastic rounding", concat(options_.stochastic_rounding, " of seed ", options_.seed))};
   for (const ParamSpec& spec : specs_)
     facts.push_back(fact("parameter", concat(spec.name, " ", spec.shape, " ", dtype_name(spec.dtype))));
-  agree(group_, *compute_, facts, nullptr);
+  polyreme::agree(group_, *compute_, facts, nullptr);
 }
 
-ShardedStepResult ShardedOptimizer::meet(const ShardedStep& step, const std::exception_ptr& refusal,
-                                         std::vector<uint8_t>& has_grad) {
-  const int64_t count = agree(group_, *compute_,
-                              {fact("learning rate", std::bit_cast<int64_t>(step.lr)),
-                               fact("loss scale", std::bit_cast<int64_t>(step.loss_scale)),
-                               fact("way of averaging (with or without count)", int64_t{step.counted})},
-                              refusal, step.count);
+void ShardedOptimizer::agree(const std::exception_ptr& refusal) {
+  polyreme::agree(group_, *compute_, {}, refusal);
+}
+
+ShardedStepResult ShardedOptimizer::meet(const ShardedStep& step, std::vector<uint8_t>& has_grad) {
+  const auto bits = [](const char* name, double value) {
+    return Fact{name, std::bit_cast<int64_t>(value), concat(value)};
+  };
+  const int64_t count = polyreme::agree(
+      group_, *compute_,
+      {bits("learning rate", step.lr),
+       bits("loss scale", step.loss_scale),
+       {"way of averaging", int64_t{step.counted}, step.counted ? "with count" : "without count"}},
+      nullptr, step.count);
   const std::vector<uint8_t>& own = gradients_.had_grad();
   std::vector<int32_t> flags(own.begin(), own.end());
   const WaitAtExit wait(*compute_);
@@ -112,10 +120,10 @@ ShardedStepResult ShardedOptimizer::meet(const ShardedStep& step, const std::exc
   return {.count = count};
 }
 
-ShardedStepResult ShardedOptimizer::step(const ShardedStep& step, const std::exception_ptr& refusal) {
+ShardedStepResult ShardedOptimizer::step(const ShardedStep& step) {
   gradients_.finish();
   std::vector<uint8_t> has_grad;
-  ShardedStepResult result = meet(step, refusal, has_grad);
+  ShardedStepResult result = meet(step, has_grad);
   if (result.count <= 0) return result;  // nothing to learn from: not even weight decay is applied
   const double multiplier = 1.0 / (static_cast<double>(result.count) * step.loss_scale);
   const bool is_max = std::isinf(options_.norm_type);

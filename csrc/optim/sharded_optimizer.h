@@ -62,8 +62,10 @@ class ShardedOptimizer {
   const ShardedOptimizerOptions& options() const { return options_; }
   int64_t shard() const { return map_.num_shards() > 1 ? group_.rank() : 0; }
 
-  // Collective. Waits. `refusal`: why this rank cannot take part; then all ranks throw and nothing changes.
-  ShardedStepResult step(const ShardedStep& step, const std::exception_ptr& refusal = nullptr);
+  // Collective. `refusal`: why this rank cannot take part in what comes next; then all ranks throw.
+  void agree(const std::exception_ptr& refusal);
+  // Collective. Waits.
+  ShardedStepResult step(const ShardedStep& step);
 
   // Collective. Writes what a kind ("weight", "grad" (the sum, before it is divided), or one of the rule's
   // state) holds into `out`, one contiguous tensor of fp32, bf16 or fp16 for each parameter; undefined ones
@@ -80,8 +82,7 @@ class ShardedOptimizer {
   const std::vector<Tensor>& slices(const std::string& kind) const;
   void agree_on_settings();
   // Where all ranks meet before a step: sums of counts, whose parameters have gradients.
-  ShardedStepResult meet(const ShardedStep& step, const std::exception_ptr& refusal,
-                         std::vector<uint8_t>& has_grad);
+  ShardedStepResult meet(const ShardedStep& step, std::vector<uint8_t>& has_grad);
   // A parameter's elements from `begin` on, as its array holds them.
   void round_weight(const Tensor& from, const Tensor& to, int param, int64_t begin);
   // All of a unit, of which each rank has its slice, in `dtype`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,35 @@ def dtype_name(array: Any) -> str:
     return str(getattr(array, "dtype", type(array).__name__)).rpartition(".")[2]
 
 
-def check_float(what: str, array: Any, *, written: bool = False) -> None:
-    """Refuses what is no array of floating-point numbers. NumPy's scalars are arrays that cannot be written."""
+def check_memory(what: str, array: Any, *, written: bool = False) -> None:
+    """Refuses what is no array, and with `written` what cannot be: NumPy's scalars, views that are read-only or
+    have several elements in one place.
+    """
     numpy_kinds = (np.ndarray,) if written else (np.ndarray, np.generic)
-    if not isinstance(array, numpy_kinds) and not hasattr(array, "__dlpack__"):
+    is_numpy = isinstance(array, numpy_kinds)
+    if not is_numpy and not hasattr(array, "__dlpack__"):
         raise InvalidArgument(
             f"{what} is a {type(array).__name__}; expected a NumPy array or an object that speaks DLPack"
         )
+    layout = str(getattr(array, "layout", "")).rpartition(".")[2]
+    if layout not in ("", "strided") or getattr(array, "is_meta", False):
+        raise InvalidArgument(f"{what} is {layout} or has no memory; expected a dense tensor")
+    if not written:
+        return
+    if is_numpy and not array.flags.writeable:
+        raise InvalidArgument(f"{what} is read-only; expected an array that can be overwritten")
+    strides = array.strides if is_numpy else getattr(array, "stride", tuple)()
+    shape = tuple(array.shape)
+    if 0 not in shape and any(s == 0 and n > 1 for s, n in zip(strides, shape, strict=False)):
+        raise InvalidArgument(
+            f"{what} is a broadcast view, with several elements in one place; expected an array of its own, such as"
+            " a copy"
+        )
+
+
+def check_float(what: str, array: Any, *, written: bool = False) -> None:
+    """The same, and what is not of floating-point numbers."""
+    check_memory(what, array, written=written)
     if dtype_name(array) not in FLOAT_DTYPES:
         raise InvalidArgument(f"{what} is of {dtype_name(array)}; expected {', '.join(FLOAT_DTYPES)}")
 
@@ -53,6 +76,15 @@ class Target:
             self._in_place = self._array.flags.c_contiguous
         else:
             self._in_place = bool(getattr(self._array, "is_contiguous", lambda: True)())
+
+    def bytes(self) -> Any:
+        """`memory` as bytes; other than NumPy's and PyTorch's stay as they are."""
+        if isinstance(self.memory, np.ndarray):
+            return self.memory.reshape(-1).view(np.uint8)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(self.memory, torch.Tensor):
+            return self.memory.reshape(-1).view(torch.uint8)
+        return self.memory
 
     def store(self) -> None:
         """Copies `memory` into the array where it is not the array's own."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from . import _core
-from .checks import check_int, check_number
+from .checks import check_int, check_number, check_type
 from .errors import InvalidArgument
 
 __all__ = ["LossScaler"]
@@ -92,11 +93,16 @@ class LossScaler:
         Raises:
             InvalidArgument: not a state of such a scaler; nothing is changed.
         """
+        self._core.load(**self._check(state))
+
+    def _check(self, state: Any) -> dict[str, Any]:
+        """The numbers of a state. Raises if it is none."""
+        check_type("LossScaler: state", state, Mapping, "what state_dict returns")
         missing = {"scale", "good_steps", "hysteresis_left"} - set(state)
         if missing:
             raise InvalidArgument(f"LossScaler: the state lacks {', '.join(sorted(missing))}")
-        self._core.load(
-            scale=check_number("LossScaler: scale", state["scale"], above=True),
-            good_steps=check_int("LossScaler: good_steps", state["good_steps"], 0),
-            hysteresis_left=check_int("LossScaler: hysteresis_left", state["hysteresis_left"], 0),
-        )
+        return {
+            "scale": check_number("LossScaler: scale", state["scale"], above=True),
+            "good_steps": check_int("LossScaler: good_steps", state["good_steps"], 0),
+            "hysteresis_left": check_int("LossScaler: hysteresis_left", state["hysteresis_left"], 0),
+        }

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from . import _core
 from .arrays import Target, check_float, readable
 from .checks import check_number
@@ -13,6 +15,20 @@ from .errors import InvalidArgument
 from .group import Group
 
 __all__ = ["clip_grad_norm"]
+
+_MAX_ORDER = 8.0  # (the largest fp32)^8 is still a double
+
+
+def check_norm_type(what: str, value: float) -> float:
+    """The order of a norm: 1 to 8, or infinity."""
+    if isinstance(value, float) and value == math.inf:
+        return value
+    order = check_number(what, value, 1.0, otherwise="math.inf")
+    if order > _MAX_ORDER:
+        raise InvalidArgument(
+            f"{what}={value}: the sum of such powers could overflow; expected 1 to 8, or math.inf"
+        )
+    return order
 
 
 def clip_grad_norm(
@@ -36,7 +52,7 @@ def clip_grad_norm(
         arrays: float32, bfloat16 or float16, of any strides; None is left out.
         max_norm: 0: only measure.
         group: the ranks that hold the gradients together; None: this rank alone. Collective over it.
-        norm_type: 1 or more; math.inf for the largest magnitude.
+        norm_type: 1 to 8; math.inf for the largest magnitude.
         sharded: whether the ranks of the group hold different elements (all of them are counted) or the same
             (counted once); one answer for all arrays, or one for each.
 
@@ -46,9 +62,10 @@ def clip_grad_norm(
         InvalidArgument: before anything is changed or communicated.
     """
     limit = check_number("clip_grad_norm: max_norm", max_norm)
-    order = math.inf if norm_type == math.inf else check_number("clip_grad_norm: norm_type", norm_type, 1.0)
+    order = check_norm_type("clip_grad_norm: norm_type", norm_type)
     given = list(arrays.values() if isinstance(arrays, Mapping) else arrays)
-    flags = [bool(sharded)] * len(given) if isinstance(sharded, bool) else [bool(flag) for flag in sharded]
+    one = isinstance(sharded, (bool, np.bool_))
+    flags = [bool(sharded)] * len(given) if one else [bool(flag) for flag in np.atleast_1d(sharded)]
     if len(flags) != len(given):
         raise InvalidArgument(f"clip_grad_norm: sharded has {len(flags)} entries for {len(given)} arrays")
     if group is None and any(flags):

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-import math
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
-from .arrays import Target, check_float, dtype_name, plain, readable
+from .arrays import Target, check_float, check_memory, dtype_name, readable
 from .checks import MAX_SEED, check_int, check_number, check_type
-from .errors import InvalidArgument, NumericError
+from .errors import Error, InvalidArgument, NumericError
 from .group import Group
 from .loss_scaler import LossScaler
+from .norms import check_norm_type
 from .optim import AdamW, Optimizer
 from .precision import DTYPES, check_name
 
 __all__ = ["ShardedOptimizer", "UpdateStats"]
+
+_T = TypeVar("_T")
+_MAX_COUNT = 1 << 48  # the sum over all ranks stays below 2^63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +74,7 @@ class ShardedOptimizer:
         rule: AdamW, SGD, Lion, LAMB or Muon; default: AdamW().
         frozen: patterns of names (as in fnmatch) that are never updated and have no state. (A parameter without a
             gradient on any rank is left as it is for that step, and keeps its state.)
-        buffers: more arrays that start as rank 0's, of any dtype.
+        buffers: more arrays that start as rank 0's, of any dtype; the same names, shapes and dtypes on every rank.
         lanes: how many parts the batch is cut into for the order of sums; default: one for each rank. A power of
             two that the group's size divides, or that size.
         micro_batches: calls of accumulate and step together that make a step, on each rank. If given, a bucket
@@ -78,7 +83,7 @@ class ShardedOptimizer:
         bucket_bytes: gradients are reduced once a bucket has so many fp32 bytes.
         gradient_dtype: "fp32", "bf16" or "fp16": what the summed gradient of a lane is rounded to before lanes are
             added in fp32, and travels in where every rank has one lane; see `Precision.gradients`.
-        clip_norm, norm_type: clips the averaged gradient; 0: no limit. norm_type: 1 or more, or math.inf.
+        clip_norm, norm_type: clips the averaged gradient; 0: no limit. norm_type: 1 to 8, or math.inf.
         loss_scaler: for float16; see LossScaler. The loss must be multiplied by `loss_scale`.
         nonfinite: "skip" or "raise" where a gradient is not finite. Default: "skip" with a loss scaler.
         max_skips: raise after so many skipped steps in a row; 0: never.
@@ -135,9 +140,10 @@ class ShardedOptimizer:
         self._is_frozen = [any(fnmatch.fnmatchcase(name, f) for f in frozen) for name in self._params]
         if all(self._is_frozen):
             raise InvalidArgument("ShardedOptimizer: all parameters are frozen; nothing would be trained")
-        order = (
-            math.inf if norm_type == math.inf else check_number("ShardedOptimizer: norm_type", norm_type, 1.0)
-        )
+        order = check_norm_type("ShardedOptimizer: norm_type", norm_type)
+        more = _named("buffers", buffers)
+        for name, array in more.items():
+            check_memory(f"ShardedOptimizer: buffer {name!r}", array, written=True)
         self._micro_batches = (
             0 if micro_batches is None else check_int("ShardedOptimizer: micro_batches", micro_batches, 1)
         )
@@ -162,10 +168,12 @@ class ShardedOptimizer:
         self._skips = 0
         self._counts: list[int | None] = []
         self._given: set[str] = set()
+        self._attached = False
         self._multiplier = 1.0
-        for array in [*self._params.values(), *_named("buffers", buffers).values()]:
+        _check_alike(group, more)
+        for array in [*self._params.values(), *more.values()]:
             target = Target(array)
-            group.broadcast(target.memory)
+            group.broadcast(target.bytes())
             target.store()
         self.read_arrays()
 
@@ -190,20 +198,30 @@ class ShardedOptimizer:
         Raises:
             InvalidArgument: an unknown name, another shape, or a second gradient in one micro-batch.
         """
-        self._core.add(self._place(name), readable(self._checked(name, grad)))
-        self._given.add(name)
+        self._check_gradient(name, grad)
+        self._add(name, grad)
 
     def attach(self) -> None:
-        """Has PyTorch hand over every gradient as soon as its backward pass has it, and clear it."""
+        """Has PyTorch hand over every gradient as soon as its backward pass has it, and clear it. Once.
+
+        Raises:
+            InvalidArgument: a parameter is none of PyTorch's, or this was called before.
+        """
         for name, param in self._params.items():
             if not hasattr(param, "register_post_accumulate_grad_hook"):
                 raise InvalidArgument(f"attach: parameter {name!r} is no PyTorch parameter; use add")
+        if self._attached:
+            raise InvalidArgument("attach: gradients are handed over already; call it once")
+        self._attached = True
+        for name, frozen in zip(self._params, self._is_frozen, strict=True):
 
-            def hand_over(param: Any, name: str = name) -> None:
-                self.add(name, param.grad)
+            def hand_over(param: Any, name: str = name, frozen: bool = frozen) -> None:
+                if not frozen:
+                    self.add(name, param.grad)
                 param.grad = None
 
-            param.register_post_accumulate_grad_hook(hand_over)
+            if self._params[name].requires_grad:
+                self._params[name].register_post_accumulate_grad_hook(hand_over)
 
     def accumulate(
         self, grads: Mapping[str, Any] | Iterable[Any] | None = None, *, count: int | None = None
@@ -214,21 +232,26 @@ class ShardedOptimizer:
             grads: names to gradients, pairs, or gradients in order of the parameters; those that are missing or
                 None are zero. Default: the `.grad` of PyTorch's parameters, which is taken and set to None.
             count: what the losses of this micro-batch were summed over; see the class.
+
+        Raises:
+            InvalidArgument: nothing was taken, and the micro-batch goes on.
         """
         if self._micro_batches and len(self._counts) + 1 >= self._micro_batches:
             raise InvalidArgument(
                 f"accumulate: this is micro-batch {len(self._counts) + 1} of micro_batches={self._micro_batches},"
                 " the last one; call step"
             )
-        self._end_micro_batch(grads, count)
+        found = self._gradients(grads)
+        self._check_micro_batch(found, count)
+        self._end_micro_batch(grads, found, count)
 
     def step(
         self, grads: Mapping[str, Any] | Iterable[Any] | None = None, *, count: int | None = None
     ) -> UpdateStats:
         """Ends the last micro-batch, if it was not ended by accumulate, and updates. Collective.
 
-        A step without `grads` and without gradients since the last accumulate, after at least one accumulate and
-        with no `micro_batches` missing, has no micro-batch of its own.
+        A step without `grads` and without gradients since the last accumulate, after at least one accumulate,
+        has no micro-batch of its own.
 
         Args:
             grads, count: as in accumulate.
@@ -236,18 +259,18 @@ class ShardedOptimizer:
         Returns: what was done.
 
         Raises:
+            InvalidArgument: on all ranks if on one. Nothing was taken, and the micro-batch goes on.
             NumericError: a gradient is not finite; on all ranks. Nothing was updated.
         """
-        missing = len(self._counts) < self._micro_batches
-        taken = self._take(grads)
-        if grads is not None or taken or self._given or count is not None or not self._counts or missing:
-            self._end_micro_batch(taken, count)
+        taken = self._agreed(lambda: self._checked_step(grads, count))
+        if taken is not None:
+            self._end_micro_batch(grads, taken, count)
         counted = [each for each in self._counts if each is not None]
         total = sum(counted) if counted else len(self._counts)
         lr = self.rule.lr_at(self.applied_steps + 1)
         scale = self.loss_scale
-        self._counts = []
         raw = self._core.step(lr=lr, loss_scale=scale, count=total, counted=bool(counted))
+        self._counts = []
         if raw["count"] > 0:
             self._multiplier = 1.0 / (raw["count"] * scale)
         overflowed = raw["count"] > 0 and not raw["applied"]
@@ -326,32 +349,12 @@ class ShardedOptimizer:
         Raises:
             InvalidArgument: names or shapes that do not fit, all of them listed; nothing is changed then.
         """
-        if state.get("rule") != self._rule_name():
-            raise InvalidArgument(
-                f"load_state_dict: the state is of rule {state.get('rule')!r}, this optimizer has {self._rule_name()!r}"
-            )
-        parts = {"weight": state["weight"], **state["state"]}
-        wanted = {"weight": self._trainable()} | {k: self._with_state(k) for k in self._core.state_kinds}
-        problems = []
-        for kind, names in wanted.items():
-            have = parts.get(kind, {})
-            problems += [f"{kind} of {name!r} is missing" for name in names if name not in have]
-            problems += [f"{kind} of {name!r} belongs to no parameter" for name in have if name not in names]
-            for name in names:
-                shape = tuple(self._params[name].shape)
-                if name in have and np.shape(have[name]) != shape:
-                    problems.append(f"{kind} of {name!r} has shape {np.shape(have[name])}; expected {shape}")
-        if (state.get("loss_scaler") is None) != (self.loss_scaler is None):
-            problems.append("one of both has a loss scaler, the other none")
-        if problems:
-            raise InvalidArgument(f"load_state_dict: {'; '.join(problems)}. Nothing was changed")
+        loaded = self._agreed(lambda: self._checked_state(state))
         if self.loss_scaler is not None:
             self.loss_scaler.load_state_dict(state["loss_scaler"])
-        for kind, names in wanted.items():
-            for name in names:
-                values = np.ascontiguousarray(parts[kind][name], dtype=np.float32)
-                self._core.write(kind, self._places[name], values)
-        self._core.set_updates([int(state["updates"].get(name, 0)) for name in self._params])
+        for (kind, name), values in loaded.items():
+            self._core.write(kind, self._places[name], np.ascontiguousarray(values, dtype=np.float32))
+        self._core.set_updates([int(state["updates"][name]) for name in self._params])
         self.applied_steps = int(state["applied_steps"])
         self._skips = 0
         self._core.restart()
@@ -359,6 +362,17 @@ class ShardedOptimizer:
         self._write_arrays()
 
     # ---- inside ----
+
+    def _agreed(self, check: Callable[[], _T]) -> _T:
+        """What `check` gives, if it gives something on every rank; otherwise all ranks raise."""
+        try:
+            result = check()
+        except Error as error:
+            with contextlib.suppress(InvalidArgument):
+                self._core.agree(str(error))
+            raise
+        self._core.agree("")
+        return result
 
     def _rule_name(self) -> str:
         return type(self.rule).__name__
@@ -384,27 +398,36 @@ class ShardedOptimizer:
             )
         return self._places[name]
 
-    def _checked(self, name: str, grad: Any) -> Any:
+    def _check_gradient(self, name: str, grad: Any) -> None:
+        place = self._place(name)
         check_float(f"gradient of {name!r}", grad)
-        shape = tuple(self._params[name].shape) if name in self._params else ()
+        shape = tuple(self._params[name].shape)
         if tuple(grad.shape) != shape:
             raise InvalidArgument(
                 f"gradient of {name!r} has shape {tuple(grad.shape)}; the parameter has {shape}"
             )
-        return plain(grad)
+        if self._is_frozen[place]:
+            raise InvalidArgument(f"gradient of {name!r}: the parameter is frozen; leave it out")
+        if name in self._given:
+            raise InvalidArgument(
+                f"gradient of {name!r} was already given in this micro-batch; give the sum of both"
+            )
 
-    def _take(self, grads: Mapping[str, Any] | Iterable[Any] | None) -> dict[str, Any]:
-        """Gradients by name, without those that are None."""
+    def _add(self, name: str, grad: Any) -> None:
+        self._core.add(self._places[name], readable(grad))
+        self._given.add(name)
+
+    def _gradients(self, grads: Mapping[str, Any] | Iterable[Any] | None) -> dict[str, Any]:
+        """Gradients by name, without those that are None; by default those of PyTorch's parameters that learn."""
         if grads is None:
-            found = {name: getattr(param, "grad", None) for name, param in self._params.items()}
-            for name, param in self._params.items():
-                if found[name] is not None:
-                    param.grad = None
+            found = {name: getattr(self._params[name], "grad", None) for name in self._trainable()}
         elif isinstance(grads, Mapping):
             found = dict(grads)
         else:
             listed = list(grads)
-            if all(isinstance(each, tuple) and len(each) == 2 for each in listed):
+            if listed and all(
+                isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) for each in listed
+            ):
                 found = dict(listed)
             elif len(listed) == len(self._params):
                 found = dict(zip(self._params, listed, strict=True))
@@ -414,22 +437,82 @@ class ShardedOptimizer:
                 )
         return {name: grad for name, grad in found.items() if grad is not None}
 
-    def _end_micro_batch(self, grads: Any, count: int | None) -> None:
+    def _check_micro_batch(self, found: Mapping[str, Any], count: int | None) -> None:
+        """Raises, before anything is taken, where these cannot end a micro-batch."""
         if count is not None:
-            count = check_int("count", count, 0)
+            check_int("count", count, 0, _MAX_COUNT)
         if self._counts and (count is None) != (self._counts[0] is None):
             raise InvalidArgument("count was given for some micro-batches of this step and not for others")
-        taken = self._take(grads)
-        for name, grad in taken.items():
-            self._place(name)
-            self._checked(name, grad)
+        for name, grad in found.items():
+            self._check_gradient(name, grad)
+
+    def _checked_step(self, grads: Any, count: int | None) -> dict[str, Any] | None:
+        """The gradients of the step's last micro-batch; None if all of its micro-batches have ended."""
+        found = self._gradients(grads)
+        ends = bool(grads is not None or found or self._given or count is not None or not self._counts)
+        if ends:
+            self._check_micro_batch(found, count)
+        done = len(self._counts) + ends
+        if self._micro_batches and done != self._micro_batches:
+            raise InvalidArgument(
+                f"step: this would be a step of {done} micro-batches, with micro_batches={self._micro_batches}; call"
+                " accumulate for each but the last one"
+            )
+        return found if ends else None
+
+    def _end_micro_batch(self, grads: Any, taken: Mapping[str, Any], count: int | None) -> None:
+        if grads is None:
+            for param in self._params.values():
+                if getattr(param, "grad", None) is not None:
+                    param.grad = None
         # As backward passes do it, so that the buckets that are reduced first fill first.
         for name in reversed(self._params):
             if name in taken:
-                self.add(name, taken[name])
+                self._add(name, taken[name])
         self._core.end_micro_batch()
         self._given = set()
         self._counts.append(count)
+
+    def _checked_state(self, state: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+        """The arrays of a state_dict by kind and name. Raises with all that is wrong."""
+        check_type("load_state_dict: state", state, Mapping, "what state_dict returns")
+        missing = {"rule", "applied_steps", "updates", "loss_scaler", "weight", "state"} - set(state)
+        if missing:
+            raise InvalidArgument(f"load_state_dict: the state lacks {', '.join(sorted(missing))}")
+        if state["rule"] != self._rule_name():
+            raise InvalidArgument(
+                f"load_state_dict: the state is of rule {state['rule']!r}, this optimizer has {self._rule_name()!r}"
+            )
+        check_int("load_state_dict: applied_steps", state["applied_steps"], 0)
+        for part in ("updates", "weight", "state"):
+            check_type(f"load_state_dict: {part}", state[part], Mapping, "a dictionary")
+        wanted = {"weight": self._trainable()} | {k: self._with_state(k) for k in self._core.state_kinds}
+        parts = {"weight": state["weight"], **state["state"]}
+        problems = [f"this rule has no {kind}" for kind in parts if kind not in wanted]
+        problems += [
+            f"the updates of {name!r} are missing" for name in self._params if name not in state["updates"]
+        ]
+        for kind, names in wanted.items():
+            have = parts.get(kind, {})
+            problems += [f"{kind} of {name!r} is missing" for name in names if name not in have]
+            problems += [f"{kind} of {name!r} belongs to no parameter" for name in have if name not in names]
+            for name in names:
+                shape = tuple(self._params[name].shape)
+                if name in have and np.shape(have[name]) != shape:
+                    problems.append(f"{kind} of {name!r} has shape {np.shape(have[name])}; expected {shape}")
+                elif name in have and np.asarray(have[name]).dtype.kind not in "fiu":
+                    problems.append(
+                        f"{kind} of {name!r} is of {np.asarray(have[name]).dtype}; expected numbers"
+                    )
+        if (state["loss_scaler"] is None) != (self.loss_scaler is None):
+            problems.append("one of both has a loss scaler, the other none")
+        if problems:
+            raise InvalidArgument(f"load_state_dict: {'; '.join(problems)}. Nothing was changed")
+        for name in self._params:
+            check_int(f"load_state_dict: updates of {name!r}", state["updates"][name], 0)
+        if self.loss_scaler is not None:
+            self.loss_scaler._check(state["loss_scaler"])
+        return {(kind, name): parts[kind][name] for kind, names in wanted.items() for name in names}
 
     def _read(self, kind: str, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
         out = {
@@ -471,6 +554,20 @@ def _named(what: str, arrays: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> 
     if what == "params" and not named:
         raise InvalidArgument("ShardedOptimizer: there are no parameters")
     return named
+
+
+def _check_alike(group: Group, buffers: Mapping[str, Any]) -> None:
+    """That all ranks have the same names, shapes and dtypes. Collective."""
+    texts = [f"{name!r}: {dtype_name(array)}{list(array.shape)}" for name, array in buffers.items()]
+    facts = [f"{len(texts)} buffers"], texts
+    for here in facts:
+        own = np.array([zlib.crc32(text.encode()) for text in here], np.int64)
+        low, high = group.all_reduce(own, "min"), group.all_reduce(own, "max")
+        different = [text for text, low_, high_ in zip(here, low, high, strict=True) if low_ != high_]
+        if different:
+            raise InvalidArgument(
+                f"ShardedOptimizer: the ranks have different buffers; here: {'; '.join(different)}"
+            )
 
 
 def _check_patterns(what: str, patterns: Sequence[str], names: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import logging
@@ -229,7 +230,13 @@ class Trainer:
         """
         lr = self.optimizer.lr_at(self.applied_steps + 1)
         start = self._begin()
-        arrays = _token_array(tokens, "tokens"), _token_array(targets, "targets")
+        try:
+            arrays = _token_array(tokens, "tokens"), _token_array(targets, "targets")
+        except InvalidArgument:
+            nothing = np.zeros((0, 0), np.int32)
+            with contextlib.suppress(InvalidArgument):
+                self._engine.train_batch(nothing, nothing, lr)  # which it refuses, on all ranks
+            raise
         raw = self._engine.train_batch(*arrays, lr)
         seconds = time.perf_counter() - start
         if not self._compared_batches:
@@ -293,6 +300,7 @@ class Trainer:
             )
         if checkpoints is not None:
             check_type("fit: checkpoints", checkpoints, Checkpointer, "a polyreme.Checkpointer, or None")
+            checkpoints._claim(checkpoints._open(self.mesh.world))
         self._check_data_facts(data)
         return self._fit(data, steps, validation, validate_every, validation_samples, checkpoints)
 
@@ -328,7 +336,8 @@ class Trainer:
         """Goes on from a checkpoint, whatever layout has made it; None if there is none. Collective.
 
         With the same lanes the run continues bit for bit as if it had never stopped: weights, optimizer,
-        learning rate, order of samples.
+        learning rate, order of samples. The directory is then this job's to save to; a run that only wants to
+        read calls `checkpoints.load`.
 
         Args:
             step: which; default: the newest that is complete and undamaged.
@@ -338,6 +347,7 @@ class Trainer:
             CheckpointError: it does not fit; names all that differs. Nothing has changed.
         """
         check_type("resume: checkpoints", checkpoints, Checkpointer, "a polyreme.Checkpointer")
+        checkpoints._claim(checkpoints._open(self.mesh.world))
         if must_exist or step is not None:
             return checkpoints.load(self, step=step)
         return checkpoints._load(self, None, True, False)

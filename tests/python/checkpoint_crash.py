@@ -63,7 +63,8 @@ def check(folder, allowed):
 
     def body(world):
         with pr.Checkpointer(folder, world=world, fallback=False) as checkpoints:
-            step = latest_step(folder)
+            step = checkpoints.load(state(world, 0)).step
+            assert step == latest_step(folder)
             assert step in allowed, f"latest is step {step}, expected one of {allowed}"
             for s in complete_steps(folder):
                 target = state(world, 0)

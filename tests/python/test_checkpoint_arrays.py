@@ -242,6 +242,7 @@ def test_f63_f64_a_failed_write_fails_on_all_ranks(tmp_path, at):
 def test_f63_on_error_raise(tmp_path):
     def body(world):
         with pr.Checkpointer(tmp_path, world=world, on_error="raise") as checkpoints:
+            checkpoints.save(cut(world, 1), step=1)
             checkpoints._files = _core.FileOps(at=1, kind="error", error_number=30, sticky=True)
             checkpoints.save_async(cut(world, 2), step=2, extras={"at": 2})
             refused(pr.CheckpointError, ["ranks 0, 1", "EROFS"], checkpoints.wait)
@@ -304,7 +305,8 @@ def test_f80_only_left_overs(tmp_path):
     (left / "model.00000.safetensors").write_bytes(b"half")
     (tmp_path / names.step_name(3)).mkdir()  # by hand, without a manifest
     refused(pr.CheckpointError, ["no committed checkpoint", str(tmp_path)], lambda: load(tmp_path))
-    assert not left.exists()
+    save_steps(tmp_path, 4)  # which may change the directory
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", names.step_name(3), names.step_name(4)]
 
 
 def test_o_ck_08_left_over_of_an_interrupted_save(tmp_path):
@@ -430,10 +432,44 @@ def test_ranks_that_do_not_agree(tmp_path):
 def test_two_jobs_in_one_directory(tmp_path):
     world = alone()
     first = pr.Checkpointer(tmp_path, world=world)
+    first.save(cut(world, 1), step=1, extras={"at": 1})
     words = ["another job", str(os.getpid()), "host"]
-    refused(pr.CheckpointError, words, lambda: pr.Checkpointer(tmp_path, world=world))
+    second = pr.Checkpointer(tmp_path, world=world)
+    refused(pr.CheckpointError, words, lambda: second.save(cut(world, 2), step=2))
+    assert load(tmp_path) == 1  # which needs no lock
     first.close()
-    pr.Checkpointer(tmp_path, world=world).close()
+    second.save(cut(world, 2), step=2)
+    second.close()
+
+
+def test_loading_needs_no_more_than_to_read(tmp_path):
+    """Also through a link to the directory, which is what clusters have."""
+    real = tmp_path / "scratch"
+    (tmp_path / "runs").symlink_to(real)
+    save_steps(tmp_path / "runs", 1)
+    os.unlink(real / ".lock")
+    before = sorted(os.walk(real))
+    assert load(tmp_path / "runs") == 1
+    assert sorted(os.walk(real)) == before
+    refused(pr.CheckpointError, ["no committed"], lambda: load(tmp_path / "mistyped"))
+    assert not (tmp_path / "mistyped").exists()
+
+
+def test_what_is_kept_after_going_back_leads_to_the_newest(tmp_path):
+    save_steps(tmp_path, 100, 200, 300)
+    for step, kept in ((110, [100, 110, 200]), (120, [100, 110, 120]), (130, [110, 120, 130])):
+        save_steps(tmp_path, step)
+        assert complete_steps(tmp_path) == kept
+
+
+def test_other_settings_on_one_rank_are_named(tmp_path):
+    def body(world):
+        words = ["rank 1", "every=2", "rank 0 has 1"]
+        refused(
+            pr.CheckpointError, words, lambda: pr.Checkpointer(tmp_path, world=world, every=1 + world.rank)
+        )
+
+    run_ranks(2, body)
 
 
 def test_files_are_private_and_nothing_is_followed(tmp_path):
@@ -519,6 +555,8 @@ def test_f63_a_full_disk(tmp_path):
     "options, words",
     [
         (dict(directory=3), ["directory=3", "Path"]),
+        (dict(directory=""), ["directory=''", "a path"]),
+        (dict(directory="a\0b"), ["directory=", "a path"]),
         (dict(every=0), ["every", "at least 1", "None"]),
         (dict(keep=0), ["keep", "at least 1"]),
         (dict(when_busy="later"), ["when_busy='later'", "'wait' or 'skip'"]),

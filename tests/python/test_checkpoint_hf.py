@@ -62,6 +62,7 @@ def test_out(tmp_path, kind, options, shard_bytes):
     assert (
         main(["ckpt", "import", str(tmp_path / "hf"), "--from", "hf", "--out", str(tmp_path / "again")]) == 0
     )
+    assert main(["ckpt", "import", str(tmp_path / "hf"), "--from", "hf", "--out", str(tmp_path / "own")]) == 2
     again = trainer_of(make(kind, **options))
     with pr.Checkpointer(tmp_path / "again") as checkpoints:
         checkpoints.load(again, weights_only=True)

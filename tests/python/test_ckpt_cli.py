@@ -36,7 +36,9 @@ def test_list_inspect_verify(folder, capsys):
     rows = json.loads(cli(capsys, "list", folder, "--json"))
     assert [(r["step"], r["latest"], r["num_ranks"]) for r in rows] == [(1, False, 1), (2, True, 1)]
     assert "latest" in cli(capsys, "list", folder)
-    assert "no committed checkpoint" in cli(capsys, "list", folder / "nowhere")
+    (folder.parent / "empty").mkdir()
+    assert "no committed checkpoint" in cli(capsys, "list", folder.parent / "empty")
+    assert cli(capsys, "list", folder / "nowhere", code=2) == ""
     document = json.loads(cli(capsys, "inspect", folder / step_name(1), "--json"))
     assert document["extras"] == {"epoch": 1}
     assert document["tensors"]["model/w"] == {"dtype": "float32", "shape": [2, 3]}
@@ -58,6 +60,13 @@ def test_verify_and_use_errors(folder, capsys):
     assert "CRC-32C" in capsys.readouterr().err
     assert main(["ckpt", "inspect", str(folder / "nowhere")]) == 2
     assert "no committed checkpoint" in capsys.readouterr().err
+
+
+def test_a_damaged_one_does_not_hide_the_others(folder, capsys):
+    (folder / step_name(1) / "manifest.json").write_text("{")
+    first, second = cli(capsys, "list", folder, code=1).splitlines()
+    assert first.split()[0] == "2"
+    assert second.split()[:2] == ["1", "damaged:"]
 
 
 def test_diff(folder, capsys):

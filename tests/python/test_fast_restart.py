@@ -265,7 +265,7 @@ def test_a_copy_of_another_job(segment, tmp_path, monkeypatch, caplog):
 def test_a_segment_of_others_is_refused(segment, tmp_path, monkeypatch):
     def opened(words):
         checkpoints = pr.Checkpointer(tmp_path, memory_every=1, signals=False)
-        refused(pr.CheckpointError, words, lambda: checkpoints._open(alone()))
+        refused(pr.CheckpointError, words, lambda: checkpoints._claim(checkpoints._open(alone())))
         checkpoints.close()
 
     os.chmod(segment, 0o755)

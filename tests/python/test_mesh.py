@@ -233,20 +233,6 @@ def test_options_that_mean_nothing(world, options, words):
     refused(pr.InvalidArgument, words, lambda: pr.Mesh(world, **options))
 
 
-def test_the_trainer_trains_along_dp_and_pp_only():
-    def run(world):
-        mesh = pr.Mesh(world, tp=2)
-        assert mesh["tp"].all_reduce([1.0])[0] == 2.0
-        model = pr.models.GPT(layers=1, hidden=8, heads=1, vocab=11, seq_len=4)
-        refused(
-            pr.NotAvailable,
-            ["tp=2", "dp and pp only", "dp=2"],
-            lambda: pr.Trainer(model, mesh, optimizer=pr.AdamW(), global_batch=2),
-        )
-
-    run_ranks(2, run)
-
-
 # ---- hosts ----
 
 

@@ -325,3 +325,144 @@ def test_stochastic_rounding_is_unbiased_and_the_same_everywhere():
     for dp, stage in ((2, 0), (2, 1), (3, 2)):
         assert on_ranks(dp, lambda group, stage=stage: body(group, stage)) == [reference] * dp
     assert on_ranks(1, lambda group: body(group, 1, seed=2)) != [reference]
+
+
+# ---- refusals leave everything as it was ----
+
+
+def test_a_step_that_comes_too_early_takes_nothing():
+    def body(group):
+        arrays = scalars("a")
+        optimizer = pr.ShardedOptimizer(arrays, group, rule=sgd(), micro_batches=4, lanes=2)
+        with pytest.raises(pr.InvalidArgument, match="1 micro-batches, with micro_batches=4"):
+            optimizer.step([ones()], count=10)
+        for _ in range(3):
+            optimizer.accumulate([ones()], count=10)
+        with pytest.raises(pr.InvalidArgument, match="3 micro-batches"):
+            optimizer.step()
+        stats = optimizer.step([ones()], count=10)
+        return stats.count, arrays["a"].tolist()
+
+    assert on_ranks(1, body) == [(40, [np.float32(-0.1)])]
+
+
+def test_refused_gradients_stay_with_the_script():
+    torch = pytest.importorskip("torch")
+
+    def body(group):
+        module = torch.nn.Linear(2, 1)
+        optimizer = pr.ShardedOptimizer(module.named_parameters(), group, rule=sgd(), frozen=["bias"])
+        module(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(pr.InvalidArgument, match="count=-1"):
+            optimizer.step(count=-1)
+        assert module.weight.grad is not None
+        before = module.weight.detach().clone()
+        optimizer.step()
+        assert module.weight.grad is None
+        assert module.bias.grad is None
+        assert torch.equal(before - module.weight, torch.ones(1, 2))
+        optimizer.attach()
+        with pytest.raises(pr.InvalidArgument, match="once"):
+            optimizer.attach()
+        module(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert module.bias.grad is None
+
+    on_ranks(1, body)
+
+
+def test_what_one_rank_refuses_all_ranks_refuse():
+    def body(group):
+        arrays = scalars("a")
+        optimizer = pr.ShardedOptimizer(arrays, group, rule=sgd())
+        state = optimizer.state_dict()
+        texts = []
+        for call in (
+            lambda: optimizer.step([ones() if group.rank else np.ones(3, np.float32)]),
+            lambda: optimizer.load_state_dict(state if group.rank else {**state, "applied_steps": -1}),
+        ):
+            with pytest.raises(pr.InvalidArgument) as caught:
+                call()
+            texts.append(str(caught.value))
+        optimizer.step([ones()])
+        return texts, float(arrays["a"][0])
+
+    (first, value), (second, _) = on_ranks(2, body)
+    assert value == -1.0
+    assert "has shape (3,)" in first[0]
+    assert "applied_steps=-1" in first[1]
+    assert all("dp rank 0 refused this call" in text for text in second)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"updates": None}, "updates"),
+        ({"updates": {}}, "updates of 'a' are missing"),
+        ({"updates": {"a": -1}}, "updates of 'a'=-1"),
+        ({"applied_steps": "x"}, "applied_steps"),
+        ({"weight": {"a": np.ones(1, complex)}}, "complex128"),
+        ({"state": {"momentum": {}, "other": {}}}, "no other"),
+        ({"loss_scaler": {"scale": -1, "good_steps": 0, "hysteresis_left": 1}}, "scale=-1"),
+        ({"loss_scaler": 3}, "LossScaler: state"),
+    ],
+)
+def test_a_bad_state_changes_nothing(change, words):
+    def body(group):
+        arrays = scalars("a")
+        optimizer = pr.ShardedOptimizer(
+            arrays, group, rule=pr.SGD(lr=1.0, momentum=0.5), loss_scaler=pr.LossScaler()
+        )
+        optimizer.step([ones()])
+        before = str(optimizer.state_dict())
+        with pytest.raises(pr.InvalidArgument, match=words):
+            optimizer.load_state_dict({**optimizer.state_dict(), **change})
+        assert str(optimizer.state_dict()) == before
+        with pytest.raises(pr.InvalidArgument, match="lacks"):
+            optimizer.load_state_dict({})
+
+    on_ranks(1, body)
+
+
+def test_arrays_that_cannot_be_written_are_refused():
+    read_only = np.ones(3, np.float32)
+    read_only.flags.writeable = False
+    spread = np.lib.stride_tricks.as_strided(np.ones(1, np.float32), (4,), (0,))
+    good = np.full(3, 2, np.float32)
+
+    def body(group):
+        for array, words in ((read_only, "read-only"), (spread, "broadcast view")):
+            for call in (
+                lambda: pr.ShardedOptimizer({"a": array}, group),  # noqa: B023
+                lambda: pr.ShardedOptimizer({"a": good}, group, buffers={"b": array}),  # noqa: B023
+                lambda: pr.clip_grad_norm([good, array], 1.0),  # noqa: B023
+            ):
+                refused(pr.InvalidArgument, [words], call)
+        return good.tolist()
+
+    assert on_ranks(1, body) == [[2.0] * 3]
+
+
+def test_buffers_of_any_dtype_start_as_those_of_rank_0():
+    def body(group):
+        buffers = {
+            "complex": np.full(2, 1j + group.rank),
+            "uint16": np.full((2, 3), group.rank + 7, np.uint16).T,
+            "bool": np.full((), group.rank > 0),
+            "empty": np.ones((0, 3)),
+        }
+        pr.ShardedOptimizer(scalars("a"), group, buffers=buffers)
+        differing = {"b": np.ones(2 + group.rank)}
+        with pytest.raises(pr.InvalidArgument, match=r"'b': float64\["):
+            pr.ShardedOptimizer(scalars("a"), group, buffers=differing)
+        return [np.asarray(array).tolist() for array in buffers.values()]
+
+    first, second = on_ranks(2, body)
+    assert first == second == [[1j, 1j], [[7, 7]] * 3, False, []]
+
+
+def test_odd_arguments_of_norms():
+    array = np.ones(4, np.float32)
+    assert pr.clip_grad_norm([array], 0.0, sharded=np.False_) == 2.0
+    words = ["norm_type=1000000.0", "1 to 8"]
+    refused(pr.InvalidArgument, words, lambda: pr.clip_grad_norm([array], 1.0, norm_type=1e6))

@@ -55,9 +55,8 @@ for step in range(100):
 def verify(tmp_path, *arguments, layouts="dp=2 dp=4", options=()):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    return polyreme(
-        *("verify", "--json", "--steps", 4, "--layouts", layouts, *options, script, *arguments), cwd=tmp_path
-    )
+    options = options or ["--layouts", layouts]
+    return polyreme("verify", "--json", "--steps", 4, *options, script, *arguments, cwd=tmp_path)
 
 
 def equal_layouts(done, steps=4):
@@ -69,18 +68,24 @@ def equal_layouts(done, steps=4):
 
 
 def test_equal_bits(tmp_path):
-    layouts = "dp=2 dp=2,pp=2,zero=3,schedule=zb_v,micro_batch=2"
+    layouts = "dp=2 tp=2,pp=2,zero=3,schedule=zb_v,micro_batch=2"
     assert equal_layouts(verify(tmp_path, "layout", layouts=layouts)) == layouts.split()
     alone, both, four = (
         json.loads((tmp_path / f"layout-{size}-0").read_text().replace("'", '"')) for size in (1, 2, 4)
     )
-    assert [alone[:3], both[:3], four[:3]] == [[1, 1, 4], [2, 1, 4], [2, 2, 4]]
+    assert [alone[:3], both[:3], four[:3]] == [[1, 1, 4], [2, 1, 4], [1, 2, 4]]
     assert four[3] < both[3] / 2  # its stage and its part of the model
 
 
 def test_the_scripts_own_layout(tmp_path):
     done = verify(tmp_path, "pipeline", "no-lanes", options=["-n", 4])
     assert equal_layouts(done) == ["the script's own layout on 4 ranks"]
+
+
+def test_two_comparisons_at_once_are_refused(tmp_path):
+    done = verify(tmp_path, options=["-n", 2, "--layouts", "dp=2"])
+    assert done.returncode == 2
+    assert "--layouts and -n" in done.stderr
 
 
 def test_open_lanes_are_the_same_in_every_run(tmp_path):
@@ -103,7 +108,10 @@ def test_planted_bug_is_named(tmp_path):
 def test_lanes_that_follow_the_ranks_are_named(tmp_path):
     done = verify(tmp_path, "own-lanes", layouts="dp=2")
     assert done.returncode == 1, done.stderr
-    assert "lanes.dp=4 and lanes.dp=2" in json.loads(done.stdout)["layouts"][0]["difference"]
+    assert (
+        "lanes.dp=4, lanes.tp=1 and lanes.dp=2, lanes.tp=1"
+        in json.loads(done.stdout)["layouts"][0]["difference"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,12 @@ class Checkpointer:
         timeout_s: float = 1800.0,
         check_replicas: bool = True,
     ) -> None:
-        if not isinstance(directory, str | os.PathLike):
-            raise InvalidArgument(f"Checkpointer: directory={directory!r}; expected a text or a Path")
-        self.directory = os.path.abspath(os.fspath(directory))
+        path = os.fspath(directory) if isinstance(directory, str | os.PathLike) else ""
+        if not isinstance(path, str) or not path or "\0" in path:
+            raise InvalidArgument(
+                f"Checkpointer: directory={directory!r}; expected a path, as a text or a Path"
+            )
+        self.directory = os.path.realpath(path)  # it may be a link itself; what it holds may not
         self.every = None if every is None else check_int("Checkpointer: every", every, 1, otherwise="None")
         self.memory_every = (
             None
@@ -148,6 +151,7 @@ class Checkpointer:
         self._world: World | None = None
         self._files = _core.FileOps()
         self._lock: names.DirectoryLock | None = None
+        self._is_claimed = False
         self._planner = Planner()
         self._staging = Staging()
         self._job: SaveJob | None = None
@@ -198,7 +202,33 @@ class Checkpointer:
             return world._core
         if self._world is not None:
             raise InvalidArgument("Checkpointer: it belongs to another world; make one for each")
-        core, facts = world._core, {"error": "", "lock": ""}
+        settings = {
+            "directory": self.directory,
+            **{
+                name: getattr(self, name)
+                for name in ("every", "memory_every", "keep", "when_busy", "on_error")
+            },
+            "fallback": self.fallback,
+            "signals": self._use_signals,
+            "check_replicas": self._checks_replicas,
+        }
+        facts = {"settings": settings, "error": ""}
+        first = require_agreement(world._core, "Checkpointer", facts)[0]["settings"]
+        different = [
+            f"{name}={own!r}, rank 0 has {first[name]!r}"
+            for name, own in settings.items()
+            if own != first[name]
+        ]
+        facts["error"] = "; ".join(different)
+        require_agreement(world._core, "Checkpointer: all ranks need the same arguments", facts)
+        self._world = world
+        return world._core
+
+    def _claim(self, core: _core.World) -> None:
+        """Makes the directory and takes its lock, once; before anything is saved there. Collective."""
+        if self._is_claimed or is_verifying():
+            return
+        facts = {"error": "", "lock": ""}
         try:
             if core.rank == 0:
                 os.makedirs(os.path.dirname(self.directory), exist_ok=True)
@@ -214,13 +244,11 @@ class Checkpointer:
             "" if seen == lock else "its directory of that name is not the one of rank 0; share it"
         )
         require_agreement(core, f"checkpoints in '{self.directory}'", facts)
-        self._world = world
+        self._is_claimed = True
         if self.memory_every is not None:
-            self._open_memory(world)
-        return core
+            self._open_memory(core)
 
-    def _open_memory(self, world: World) -> None:
-        core = world._core
+    def _open_memory(self, core: _core.World) -> None:
         facts = {"error": "", "path": "", "why": ""}
         try:
             if len(set(core.hosts)) > 1:
@@ -245,7 +273,8 @@ class Checkpointer:
             timeout_s=self.timeout_s,
         )
         memory._segment = told["path"]
-        memory._open(world)
+        memory._world = self._world
+        memory._claim(core)
         self._memory = memory
 
     @property
@@ -289,6 +318,7 @@ class Checkpointer:
             return False
         start = time.perf_counter()
         core = self._world_of(state)
+        self._claim(core)
         if memory:
             return self._memory is not None and self._memory.save_async(state, step=step, extras=extras)
         if step is None and hasattr(state, "applied_steps"):
@@ -426,6 +456,8 @@ class Checkpointer:
     ) -> Restored:
         """Loads a checkpoint into a Trainer, or into arrays in place, on this layout. Collective.
 
+        Needs no more than to read the directory, where another job may go on saving.
+
         What is needed is read and checked first, on all ranks; then the state is changed, or nothing is.
 
         Args:
@@ -447,10 +479,14 @@ class Checkpointer:
 
     def _load(self, state: Any, step: int | None, strict: bool, weights_only: bool) -> Restored | None:
         core = self._world_of(state)
+        if self.memory_every is not None:
+            self._claim(core)
         self._finish()
         if self._memory is not None:
             self._memory._finish()
         facts: dict[str, Any] = {"found": [], "error": ""}
+        if core.rank == 0 and not self._is_claimed:
+            names.recover(self._files, self.directory)
         if step is not None:
             step = check_int("load: step", step, 0, names.MAX_STEP)
             facts["found"] = [("disk", step)]

@@ -133,8 +133,9 @@ def write_latest(files: _core.FileOps, directory: str, step: int, generation: st
 def retain(files: _core.FileOps, directory: str, keep: int, newest: int) -> list[int]:
     """Deletes all complete checkpoints but the last `keep`, never `newest`; returns the deleted steps."""
     steps = complete_steps(directory)
-    # Steps above the newest are those of a run that was taken up again from before them.
-    others = sorted((s for s in steps if s != newest), key=lambda s: (s > newest, s))
+    # Steps above the newest are those of a run that was taken up again from before them: the first to go, so that
+    # what is left leads up to the newest.
+    others = sorted((s for s in steps if s != newest), key=lambda s: (s < newest, s if s < newest else -s))
     doomed = others[: max(0, len(others) - (keep - 1))]
     for step in doomed:
         delete_step(files, directory, step)
@@ -184,6 +185,17 @@ def clean(files: _core.FileOps, directory: str) -> list[str]:
             remove_tree(files, directory, name)
             removed.append(name)
     return removed
+
+
+def recover(files: _core.FileOps, directory: str) -> None:
+    """Puts a complete checkpoint back that a killed job was replacing, where nobody writes now and this user may."""
+    if any(match and match[1] == "old" for match in map(_LEFT_OVER.match, _names(directory))):
+        with contextlib.suppress(CheckpointError):
+            lock = DirectoryLock(directory)
+            try:
+                clean(files, directory)
+            finally:
+                lock.release()
 
 
 def new_generation() -> str:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from .. import _core, models
 from ..errors import CheckpointCorrupt, CheckpointError, InvalidArgument
 from .convert import write_safetensors
+from .directory import complete_steps
 from .loader import CheckpointFiles
 from .manifest import SHARD_DTYPES, TensorRecord, encode_json
 
@@ -322,8 +323,10 @@ def read_hf(folder: str | os.PathLike[str]) -> tuple[models.GPT, Weights]:
     return model, weights
 
 
-def import_hf(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> models.GPT:
+def import_hf(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> models.GPT | models.Llama:
     """Makes a checkpoint of step 0 of a folder of transformers; returns its model.
+
+    Raises CheckpointError if `out` has checkpoints; nothing is changed then.
 
     model = import_hf("gpt2", "runs/gpt2")
     trainer = pr.Trainer(model, mesh, ...)
@@ -333,6 +336,11 @@ def import_hf(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> mo
     from ..world import init
     from .checkpointer import Checkpointer
 
+    there = complete_steps(out)
+    if there:
+        raise CheckpointError(
+            f"'{os.fspath(out)}' has checkpoints, of the steps {there[-8:]}; import into a new directory"
+        )
     model, weights = read_hf(folder)
     state = {f"model/{name}": np.ascontiguousarray(array) for name, array in weights.items()}
     with Checkpointer(out, world=init(environment=RankEnvironment()), signals=False) as checkpoints:

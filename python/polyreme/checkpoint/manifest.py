@@ -146,7 +146,7 @@ def decode_manifest(text: bytes, step: int, where: str) -> Manifest:
         raise CheckpointCorrupt(f"{where} has the CRC-32C {found}; it says {tail[1].decode()}")
     try:
         manifest = _from_document(json.loads(body + b"}"))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(f"{where} is not a manifest of format {FORMAT!r}: {error}") from None
     if manifest.step != step:
         raise CheckpointCorrupt(f"{where} is of step {manifest.step}; the directory is of step {step}")

@@ -61,9 +61,16 @@ def _show(args: argparse.Namespace, document: dict[str, Any] | list[Any], text: 
 def _list(args: argparse.Namespace) -> int:
     steps = complete_steps(args.directory)
     latest = latest_step(args.directory)
+    if not os.path.isdir(args.directory):
+        raise UsageError(f"ckpt list: there is no directory '{args.directory}'; give that of the checkpoints")
     rows: list[dict[str, Any]] = []
+    damaged: list[dict[str, Any]] = []
     for step in steps:
-        manifest = read_manifest(args.directory, step)
+        try:
+            manifest = read_manifest(args.directory, step)
+        except CheckpointError as error:
+            damaged.append({"step": step, "damaged": str(error)})
+            continue
         rows.append(
             {
                 "step": step,
@@ -78,8 +85,9 @@ def _list(args: argparse.Namespace) -> int:
         f"{r['step']:>10}  {r['bytes'] / 1e6:>12.1f} MB  {r['num_files']:>6} files{'  latest' if r['latest'] else ''}"
         for r in rows
     ]
-    _show(args, rows, "\n".join(lines) or f"no committed checkpoint in '{args.directory}'")
-    return 0
+    lines += [f"{r['step']:>10}  damaged: {r['damaged']}" for r in damaged]
+    _show(args, [*rows, *damaged], "\n".join(lines) or f"no committed checkpoint in '{args.directory}'")
+    return 1 if damaged else 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -122,6 +130,10 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    if args.to == "hf" and args.all:
+        raise UsageError(
+            "ckpt export: --all is for --to safetensors; a model of transformers has weights alone"
+        )
     files = CheckpointFiles(*resolve(args.checkpoint))
     if args.to == "hf":
         written = export_hf(files, args.out)

@@ -87,6 +87,7 @@ def _run(arguments: list[str]) -> int:
     if chosen in COMMANDS:
         module = _load(chosen)
     parser = argparse.ArgumentParser(prog="polyreme", description="Distributed training runtime.")
+    parser.add_argument("--version", action="store_true", help="print the version and end")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, help_line) in COMMANDS.items():
         if module is not None and name == chosen:
@@ -94,6 +95,11 @@ def _run(arguments: list[str]) -> int:
         else:
             subparsers.add_parser(name, help=help_line)
     args = parser.parse_args(arguments)
+    if args.version:
+        from polyreme import __version__
+
+        print(f"polyreme {__version__}")
+        return 0
     if module is None:
         parser.print_help()
         return 0 if not arguments else 2

@@ -42,14 +42,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="compare a script's bits over layouts",
         usage="polyreme verify [options] [--] script.py [arguments]",
         description=_DESCRIPTION,
-        epilog="Exit code: 0 if all bits are equal (with --precision: the loss is not worse by more than 1 %%), 1 if"
+        epilog="Exit code: 0 if all bits are equal (with --precision: the loss is not worse by more than 1 %), 1 if"
         " not, 2 if the script could not be run.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
         "--layouts",
-        default="dp=2",
         metavar="LIST",
         help="separated by spaces; each of dp, tp, pp, zero, schedule, micro_batch, joined by commas (default"
         " dp=2)",
@@ -81,6 +80,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             "verify: give a script and at least 1 step and rank, as in: polyreme verify --steps 3 script.py"
         )
+    given = [f"--{name}" for name in ("layouts", "precision") if getattr(args, name) is not None]
+    given += ["-n"] if args.n is not None else []
+    if len(given) > 1:
+        raise UsageError(f"verify: {' and '.join(given)}: give one of them; each is a comparison of its own")
     if args.precision:
         return _compare_precisions(args, command)
     results = []
@@ -118,8 +121,9 @@ def _runs(
         own = execute(args.n, None, {})
         yield text, own, execute_alone(own[0][0]["lanes"])
         return
+    layouts_text = "dp=2" if args.layouts is None else args.layouts
     try:
-        layouts = {text: Layout.parse(text) for text in args.layouts.split()}
+        layouts = {text: Layout.parse(text) for text in layouts_text.split()}
     except InvalidArgument as error:
         raise UsageError(f"verify: {error}") from None
     if not layouts:
