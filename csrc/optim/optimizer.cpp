@@ -79,8 +79,9 @@ std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const ShardMap& map, i
   if (options.rule == "adamw") return std::make_unique<AdamW>(stream, map, shard, options);
   if (options.rule == "sgd") return std::make_unique<Sgd>(stream, map, shard, options);
   if (options.rule == "lion") return std::make_unique<Lion>(stream, map, shard, options);
-  require<NotAvailable>(!options.offload || (options.rule != "lamb" && options.rule != "muon"), "offload with ",
-                        options.rule, ", which reads its state more than once in an update: this version offloads ",
+  require<NotAvailable>(!options.offload || (options.rule != "lamb" && options.rule != "muon"),
+                        "offload with ", options.rule,
+                        ", which reads its state more than once in an update: this version offloads ",
                         "the state of adamw, sgd and lion; use one of them, or offload=False");
   if (options.rule == "lamb") return make_lamb(stream, map, shard, shard_group, options);
   if (options.rule == "muon") return make_muon(stream, map, shard, shard_group, options);

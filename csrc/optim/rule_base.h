@@ -30,8 +30,8 @@ class RuleBase : public Optimizer {
   // `merged`; else they are joined across the zeros between them, which every element-wise rule leaves so.
   std::vector<Run> runs(const OptimizerStep& step, const std::function<bool(int)>& wanted, bool merged) const;
   std::vector<Run> runs(const OptimizerStep& step) const;
-  // update(run, state) for all of them, with the run's part of every kind of state, in order of add_state. What
-  // is kept on the host is copied for one unit at a time.
+  // update(run, state) for all of them, with the run's part of every kind of state, in order of add_state.
+  // What is kept on the host is copied for one unit at a time.
   void for_each_run(Stream& stream, const OptimizerStep& step,
                     const std::function<void(const Run&, std::span<const Tensor>)>& update) const;
   // Zeros for the units that hold a trainable parameter which `wanted` picks. The reference is valid for the

@@ -98,7 +98,9 @@ def test_rules_that_need_their_state_on_the_device_are_not_offloaded():
     def run(world):
         for rule in (pr.LAMB(), pr.Muon()):
             options = dict(optimizer=rule, zero=pr.Zero(offload=True))
-            refused(pr.NotAvailable, ["offload", "adamw"], lambda options=options: make_trainer(world, **options))
+            refused(
+                pr.NotAvailable, ["offload", "adamw"], lambda options=options: make_trainer(world, **options)
+            )
 
     run_ranks(1, run)
 
