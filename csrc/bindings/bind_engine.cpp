@@ -141,10 +141,11 @@ void bind_model(py::module_& m) {
       "config"_a);
   m.def(
       "model_cost",
-      [](const ModelConfig& config, int64_t num_samples, int64_t seq_len) {
-        return cost_dict(build_model(config).cost(num_samples, seq_len));
+      [](const ModelConfig& config, int64_t num_samples, int64_t seq_len, int64_t tp, int64_t lanes_tp) {
+        check_lanes("tp", lanes_tp, tp);
+        return cost_dict(build_model(config, {lanes_tp, tp}).cost(num_samples, seq_len));
       },
-      "config"_a, "num_samples"_a, "seq_len"_a);
+      "config"_a, "num_samples"_a, "seq_len"_a, "tp"_a = 1, "lanes_tp"_a = 1);
 }
 
 }  // namespace

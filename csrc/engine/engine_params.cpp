@@ -4,6 +4,7 @@
 #include "base/hash.h"
 #include "engine/engine.h"
 #include "engine/layer_steps.h"
+#include "mesh/agreement.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -66,6 +67,16 @@ std::vector<float> Engine::read_param(const std::string& name, const std::string
   const auto param = static_cast<size_t>(model_.registry.index(name));
   const ParamSpec& spec = model_.registry.specs()[param];
   check_kind(kind, param);
+  std::exception_ptr refusal;  // of the stage that has the parameter
+  for (const auto& [state, on_host, slices] : optimizer_->state()) {
+    const int local = part_.local[param];
+    if (state == kind && local >= 0 && !slices[static_cast<size_t>(map().unit_of(local))].defined())
+      refusal = std::make_exception_ptr(InvalidArgument(concat("the parameter has no '", kind, "'")));
+  }
+  if (pipeline_)
+    agree(pipeline_->group(), *stream_, {}, refusal, 0, "pp");
+  else if (refusal)
+    std::rethrow_exception(refusal);
   const Tensor parts = parts_of(param, kind);
   if (pipeline_) pipeline_->group().broadcast(parts, part_.stage_of[param], *stream_)->wait_on(*stream_);
   std::vector<float> stored(static_cast<size_t>(parts.numel())),

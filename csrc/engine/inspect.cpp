@@ -84,7 +84,6 @@ Tensor Engine::unit_buffer(const std::string& kind, int unit) {
   }
   for (const auto& [name, on_host, slices] : optimizer_->state()) {
     const Tensor& slice = slices[static_cast<size_t>(unit)];
-    require(name != kind || slice.defined(), "the parameter has no '", kind, "'");
     if (name == kind) return params_.weights.gathered(slice, unit);
     known += ", " + name;
   }
@@ -97,6 +96,7 @@ std::vector<MemoryTerm> Engine::memory() const {
       plan_, part_.registry, optimizer_->state(),
       {.zero = options_.zero,
        .local_lanes = options_.lanes_dp / dp_.size(),
+       .tp_lanes = part_.lanes.count,
        .micro_batches = options_.zero.round_first ? 1 : ceil_div(lane_samples, options_.micro_batch),
        .ranks = dp_.size()});
 }

@@ -79,12 +79,14 @@ std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& 
                                      std::span<const OptimizerState> state, const MemoryQuestion& question) {
   const ShardMap& map = plan.map;
   const bool divides_gradients = question.zero.stage >= 2 && map.num_shards() > 1;
-  int64_t weights = 0, masters = 0, whole = 0, tied = 0, moments = 0;
+  int64_t weights = 0, masters = 0, whole = 0, uncut = 0, tied = 0, moments = 0;
   for (int unit = 0; unit < map.num_units(); ++unit) {
     weights += weight_bytes(plan, unit) / (plan.stays_whole[at(unit)] ? 1 : map.num_shards());
     if (map.dtype_of(unit) != DType::kF32)
       masters += kElementBytes * map.unit_elements(unit) / map.num_shards();
-    if (!plan.is_frozen[at(unit)]) whole += gradient_bytes(plan, unit);
+    if (plan.is_frozen[at(unit)]) continue;
+    whole += gradient_bytes(plan, unit);
+    if (!plan.is_cut[at(unit)]) uncut += gradient_bytes(plan, unit);
   }
   for (int param = 0; param < map.num_params(); ++param) {
     if (plan.is_frozen[at(map.unit_of(param))]) continue;
@@ -116,7 +118,7 @@ std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& 
           {"masters", masters, true},
           {"gradients", slices + (divides_gradients ? 0 : whole), true},
           {"tied gradients", tied, !divides_gradients},
-          {"lane buffers", partial_sums * whole, !divides_gradients},
+          {"lane buffers", partial_sums * whole + (question.tp_lanes - 1) * uncut, !divides_gradients},
           {"moments", moments, true},
           {"moments", host_moments, true, /*on_host=*/true},
           {"visiting moments", visiting.empty() ? 0 : std::ranges::max(visiting), false},

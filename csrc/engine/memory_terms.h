@@ -19,15 +19,17 @@ struct MemoryTerm {
 struct MemoryQuestion {
   ZeroOptions zero;
   int64_t local_lanes = 1;
+  int64_t tp_lanes = 1;       // of the rank
   int64_t micro_batches = 1;  // of a lane between two reductions
   int64_t ranks = 1;          // of dp
 };
 
 // weights, masters (fp32, of 16-bit weights), gradients, tied gradients (their further uses), lane buffers
-// (partial sums of a rank's lanes), moments; for a step: gather window (weights of stage 3), buckets
-// (gradients of stage 2 until they are reduced), rounded gradients (what is communicated in 16 bits, if all
-// buckets are on their way at once), visiting moments (of a unit, while offloaded ones are on the host).
-// Without activations, and without the staging of the communicators, which is not device memory.
+// (partial sums of a rank's lanes of dp, and of tp where a parameter is not cut), moments; for a step: gather
+// window (weights of stage 3), buckets (gradients of stage 2 until they are reduced), rounded gradients (what
+// is communicated in 16 bits, if all buckets are on their way at once), visiting moments (of a unit, while
+// offloaded ones are on the host). Without activations, and without the staging of the communicators, which is
+// not device memory.
 std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& registry,
                                      std::span<const OptimizerState> state, const MemoryQuestion& question);
 

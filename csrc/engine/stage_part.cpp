@@ -21,7 +21,7 @@ std::vector<int> parts_by_cost(const Model& model, const std::vector<size_t>& bo
   for (size_t part = 0; part + 1 < borders.size(); ++part) {
     Cost cost;
     for (size_t i = borders[part]; i < borders[part + 1]; ++i)
-      cost += model.layers[i]->cost(1, model.max_seq_len);
+      cost += model.layers[i]->cost(1, model.max_seq_len / model.lanes.size);
     costs.push_back(cost.total_flops());
   }
   return pipeline::split_layers(costs, num_chunks);

@@ -130,7 +130,7 @@ void check_tensor_cut(const char* family, const char* name, int64_t value, const
 
 Cost Model::cost(int64_t num_samples, int64_t seq_len) const {
   Cost total;
-  for (const LayerPtr& layer : layers) total += layer->cost(num_samples, seq_len);
+  for (const LayerPtr& layer : layers) total += layer->cost(num_samples, seq_len / lanes.size);
   return total;
 }
 

@@ -37,6 +37,7 @@ struct Model {
   int64_t boundary_features = 0;
   DType boundary_dtype = DType::kF32;
 
+  // Of a rank of tp, its share of the arithmetic.
   Cost cost(int64_t num_samples, int64_t seq_len) const;
 };
 

@@ -76,7 +76,7 @@ struct Saved {
   std::vector<Saved> children;
 };
 
-// The work of one micro-batch of `num_samples` x `seq_len` tokens. The one description of cost:
+// The work of one micro-batch of `num_samples` x `seq_len` tokens, on one rank. The one description of cost:
 // planner, simulator, MFU and memory report read it.
 struct Cost {
   double forward_flops = 0;  // a fused multiply-add counts 2
@@ -113,6 +113,7 @@ class Layer {
   // Adds to the gradients of the layer's parameters, one chain over tokens. After backward_input;
   // per lane in ascending order of micro-batches.
   virtual void backward_weight(const Context& context, Saved& saved) const;
+  // Of an input of num_samples * seq_len rows: where tp cuts the tokens, seq_len are a rank's own.
   virtual Cost cost(int64_t num_samples, int64_t seq_len) const = 0;
 };
 

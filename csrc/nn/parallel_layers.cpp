@@ -95,9 +95,9 @@ void LaneBranch::backward_weight(const Context& context, Saved& saved) const {
   });
 }
 
-Cost LaneBranch::cost(int64_t num_samples, int64_t seq_len) const {
+Cost LaneBranch::cost(int64_t num_samples, int64_t own_tokens) const {
   const TensorLanes& lanes = options_.lanes;
-  const int64_t rows = num_samples * seq_len;
+  const int64_t seq_len = own_tokens * lanes.size, rows = num_samples * seq_len;
   Cost cost;
   for (int64_t lane = 0; lane < lanes.local(); ++lane) cost += inner_->cost(num_samples, seq_len);
   // All lanes read the same gathered input.
@@ -171,8 +171,8 @@ void LaneEmbedding::backward_weight(const Context& context, Saved& saved) const 
     add_to(context.stream, saved.tensors[0].slice(0, sample * own, (sample + 1) * own), grad);
 }
 
-Cost LaneEmbedding::cost(int64_t num_samples, int64_t seq_len) const {
-  const int64_t rows = num_samples * seq_len;
+Cost LaneEmbedding::cost(int64_t num_samples, int64_t own_tokens) const {
+  const int64_t rows = num_samples * own_tokens * lanes_.size;
   return {.bytes_moved = lanes_.local() * 2 * bytes_of(DType::kF32, rows * features_),
           .parameter_bytes = bytes_of(dtype_, (part_ * lanes_.local() + max_seq_len_) * features_),
           .comm_bytes = exchange_bytes(lanes_, DType::kF32, rows, features_)};
@@ -227,8 +227,9 @@ void LaneHead::backward_weight(const Context& context, Saved& saved) const {
          context.of_lane(lane).grad(weight_), /*accumulate=*/true, {}, /*k_unit=*/context.batch.seq_len());
 }
 
-Cost LaneHead::cost(int64_t num_samples, int64_t seq_len) const {
-  const int64_t rows = num_samples * seq_len, columns = part_ * options_.lanes.local();
+Cost LaneHead::cost(int64_t num_samples, int64_t own_tokens) const {
+  const int64_t rows = num_samples * own_tokens * options_.lanes.size,
+                columns = part_ * options_.lanes.local();
   const double flops =
       2.0 * static_cast<double>(rows) * static_cast<double>(features_) * static_cast<double>(columns);
   return {.forward_flops = flops,
@@ -285,8 +286,8 @@ Tensor LaneCrossEntropy::backward_input(const Context& context, const Tensor&, S
   return logits;
 }
 
-Cost LaneCrossEntropy::cost(int64_t num_samples, int64_t seq_len) const {
-  const int64_t rows = num_samples * seq_len;
+Cost LaneCrossEntropy::cost(int64_t num_samples, int64_t own_tokens) const {
+  const int64_t rows = num_samples * own_tokens * lanes_.size;
   const int64_t bytes = bytes_of(dtype_, rows * ceil_div(vocab_, lanes_.lanes) * lanes_.local());
   return {.bytes_moved = 2 * bytes,
           .saved_bytes = bytes + bytes_of(DType::kF32, rows),

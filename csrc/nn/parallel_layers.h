@@ -33,7 +33,7 @@ class LaneBranch final : public Layer {
   Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
   Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
   void backward_weight(const Context& context, Saved& saved) const override;
-  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+  Cost cost(int64_t num_samples, int64_t own_tokens) const override;
 
  private:
   LayerPtr inner_;
@@ -49,7 +49,7 @@ class LaneEmbedding final : public Layer {
   Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
   Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
   void backward_weight(const Context& context, Saved& saved) const override;
-  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+  Cost cost(int64_t num_samples, int64_t own_tokens) const override;
 
  private:
   int64_t part_, features_, max_seq_len_;
@@ -75,7 +75,7 @@ class LaneHead final : public Layer {
   Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
   Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
   void backward_weight(const Context& context, Saved& saved) const override;
-  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+  Cost cost(int64_t num_samples, int64_t own_tokens) const override;
 
  private:
   int64_t features_, part_;
@@ -92,7 +92,7 @@ class LaneCrossEntropy final : public Layer {
       : vocab_(vocab), dtype_(dtype), lanes_(lanes) {}
   Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
   Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
-  Cost cost(int64_t num_samples, int64_t seq_len) const override;
+  Cost cost(int64_t num_samples, int64_t own_tokens) const override;
 
  private:
   int64_t vocab_;

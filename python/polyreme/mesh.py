@@ -35,7 +35,7 @@ class Mesh:
 
     Args:
         dp: ranks of data parallelism; default: what the other axes leave.
-        pp, tp: stages of the pipeline, parts of the tensors. The Trainer uses dp and pp in this version.
+        pp, tp: stages of the pipeline, parts of the tensors.
         cp, ep: 1 in this version.
         order: all axes, outermost first. Neighbouring ranks differ in the last one.
         topology: "launch": position = rank, as the launcher numbered them. "host": positions are dealt

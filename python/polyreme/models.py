@@ -57,10 +57,22 @@ class Model(ABC):
         return _core.model_param_specs(self._config(precision))
 
     def cost(
-        self, num_samples: int = 1, seq_len: int | None = None, precision: str | Precision = "fp32"
+        self,
+        num_samples: int = 1,
+        seq_len: int | None = None,
+        precision: str | Precision = "fp32",
+        *,
+        tp: int = 1,
+        lanes_tp: int | None = None,
     ) -> dict[str, float]:
-        """FLOPs and bytes of one micro-batch; a fused multiply-add counts 2."""
-        return _core.model_cost(self._config(precision), num_samples, seq_len or self.seq_len)
+        """FLOPs and bytes of one micro-batch on one rank of tp; a fused multiply-add counts 2. `comm_bytes` is what
+        the rank sends to others of tp in a forward.
+
+        Raises:
+            InvalidArgument: a size that the lanes do not divide; names it and the rule.
+        """
+        lanes = lanes_tp or tp
+        return _core.model_cost(self._config(precision), num_samples, seq_len or self.seq_len, tp, lanes)
 
     def flops_per_token(self) -> float:
         """Model FLOPs of training on one token: 3 x forward, recomputation not counted."""

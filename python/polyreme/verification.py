@@ -203,9 +203,12 @@ class Difference:
         tensor = f" of '{self.name}'" if self.name else ""
         text = f"step {self.step}, rank {self.rank}: {self.what}{tensor} is {self.got}, the 1-rank run has {self.expected}"
         if self.lanes[0] != self.lanes[1]:
+            others = " and ".join(
+                _text(dict(sorted(lanes.items() - other.items())))
+                for lanes, other in (self.lanes[::-1], self.lanes)
+            )
             text += (
-                f"; the runs have different lanes, {_text(self.lanes[1])} and {_text(self.lanes[0])}: give the Trainer"
-                " the same lanes in every layout"
+                f"; the runs have different lanes, {others}: give the Trainer the same lanes in every layout"
             )
         return text
 

@@ -314,3 +314,15 @@ except pr.errors.CommError as error:
     assert any("pipeline stage" in line and "micro-batch" in line and "rank 1" in line for line in seen), (
         done.stdout + done.stderr
     )
+
+
+def test_state_that_a_parameter_does_not_have_is_refused_by_all_stages():
+    model = pr.models.GPT(layers=2, hidden=32, heads=2, vocab=61, seq_len=16, tied=False)
+
+    def body(world):
+        trainer = pr.Trainer(model, pr.Mesh(world, pp=2), optimizer=pr.Muon(lr=0.1), global_batch=4)
+        words = ["no 'momentum'"] if world.rank == 0 else ["pp rank 0 refused"]
+        refused(pr.InvalidArgument, words, lambda: trainer.optimizer_state("wte.weight", "momentum"))
+        return trainer.optimizer_state("h.0.mlp.fc.weight", "momentum").sum()
+
+    assert run_ranks(2, body) == [0.0, 0.0]

@@ -122,5 +122,38 @@ TEST(ParamSpec, LocalShapeDividesBlocks) {
   }
 }
 
+// Every element belongs to one place of one lane's part, and is where it would be in that part as a tensor.
+TEST(ParamSpec, LanesHaveTheirPartsAndNoPadding) {
+  for (const auto& [shape, padded, dim, blocks, lanes] :
+       {std::tuple<Shape, Shape, int, int64_t, int64_t>{{24, 5}, {24, 5}, 0, 3, 4},
+        {{5, 24}, {5, 24}, 1, 1, 4},
+        {{24}, {24}, 0, 2, 2},
+        {{4, 12, 3}, {4, 12, 3}, 1, 3, 2},
+        {{11, 3}, {12, 3}, 0, 1, 4},
+        {{5, 3}, {8, 3}, 0, 1, 4},
+        {{7, 3}, {7, 3}, 0, 1, 1}}) {
+    const ParamSpec spec{
+        .name = "w", .shape = shape, .padded_shape = padded, .cuts = {{dim, "tp", blocks, 1}}};
+    SCOPED_TRACE(concat(shape.to_string(), " dim ", dim, ", ", lanes, " lanes"));
+    const Shape part = local_shape(spec, "tp", lanes);
+    std::vector<int> seen(static_cast<size_t>(shape.numel()));
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      int64_t elements = 0, end = 0;
+      for (const PartRun& run : part_runs(spec, "tp", lanes, lane)) {
+        EXPECT_GE(run.part_begin, end);
+        end = run.part_begin + run.size;
+        EXPECT_LE(end, part.numel());
+        elements += run.size;
+        for (int64_t i = 0; i < run.size; ++i) ++seen[static_cast<size_t>(run.whole_begin + i)];
+      }
+      EXPECT_EQ(elements, part_elements(spec, part_ranges(spec, "tp", lanes, lane)));
+    }
+    EXPECT_EQ(seen, std::vector<int>(seen.size(), 1));
+  }
+  const ParamSpec qkv{.name = "qkv", .shape = {6, 2}, .padded_shape = {6, 2}, .cuts = {{0, "tp", 3, 1}}};
+  EXPECT_EQ(part_ranges(qkv, "tp", 2, 1).ranges,
+            (std::vector<std::pair<int64_t, int64_t>>{{1, 2}, {3, 4}, {5, 6}}));
+}
+
 }  // namespace
 }  // namespace polyreme
