@@ -117,6 +117,7 @@ class FileOps:
         error_number: int = ...,
         sticky: bool = ...,
         delay_s: float = ...,
+        keeps_trace: bool = ...,
     ) -> None: ...
     @property
     def num_points(self) -> int: ...
