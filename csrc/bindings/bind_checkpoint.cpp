@@ -103,11 +103,13 @@ py::tuple array_bytes(World& world, const py::object& array, bool writable, cons
 
 void bind_files(py::module_& m) {
   py::class_<FileOps>(m, "FileOps")
-      .def(py::init([](int64_t at, const std::string& kind, int error_number, bool sticky, double delay_s) {
-             return std::make_unique<FileOps>(FileFault{at, fault_kind(kind), error_number, sticky, delay_s});
+      .def(py::init([](int64_t at, const std::string& kind, int error_number, bool sticky, double delay_s,
+                       bool keeps_trace) {
+             return std::make_unique<FileOps>(FileFault{at, fault_kind(kind), error_number, sticky, delay_s},
+                                              keeps_trace);
            }),
            py::kw_only(), "at"_a = 0, "kind"_a = "kill", "error_number"_a = EIO, "sticky"_a = false,
-           "delay_s"_a = 0.0)
+           "delay_s"_a = 0.0, "keeps_trace"_a = false)
       .def_property_readonly("num_points", &FileOps::num_points)
       .def_property_readonly("trace", &FileOps::trace)
       .def("make_directory", &FileOps::make_directory, "path"_a, py::call_guard<py::gil_scoped_release>())

@@ -267,7 +267,7 @@ void bind_engine(py::module_& m) {
            [](const Engine& engine) {
              py::list terms;
              for (const MemoryTerm& term : engine.memory())
-               terms.append(py::make_tuple(term.name, term.bytes, term.stays));
+               terms.append(py::make_tuple(term.name, term.bytes, term.stays, term.on_host));
              return terms;
            })
       .def("state_parts",

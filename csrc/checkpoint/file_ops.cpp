@@ -7,10 +7,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <thread>
 
 #include "base/error.h"
@@ -62,6 +64,15 @@ int open_directory(const std::string& path) {
   return fd;
 }
 
+constexpr int64_t kNumWriters =
+    2;  // so that one computes checksums, or waits for the lock, while the other writes
+
+// Whether reads and writes go past the page cache. False if the file system cannot.
+bool set_direct(int fd, bool is_direct) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  return flags >= 0 && ::fcntl(fd, F_SETFL, is_direct ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
+}
+
 }  // namespace
 
 void throw_file_error(const char* operation, const std::string& path, int error_number) {
@@ -81,8 +92,8 @@ bool FileOps::point(const char* operation, const std::string& path) {
   int64_t index = 0;
   {
     const std::lock_guard lock(mutex_);
-    trace_.push_back(concat(operation, " ", path));
-    index = static_cast<int64_t>(trace_.size());
+    if (keeps_trace_) trace_.push_back(concat(operation, " ", path));
+    index = ++num_points_;
   }
   if (fault_.at == 0 || index < fault_.at) return false;
   switch (fault_.kind) {
@@ -103,7 +114,7 @@ bool FileOps::point(const char* operation, const std::string& path) {
 
 int64_t FileOps::num_points() const {
   const std::lock_guard lock(mutex_);
-  return static_cast<int64_t>(trace_.size());
+  return num_points_;
 }
 
 std::vector<std::string> FileOps::trace() const {
@@ -138,11 +149,55 @@ void FileOps::write_at(int fd, const std::string& path, std::span<const std::byt
   while (!bytes.empty()) {
     const ssize_t written = ::pwrite(fd, bytes.data(), bytes.size(), offset);
     if (written < 0 && errno == EINTR) continue;
+    // A file system may want another alignment, and what is left of a short write has none.
+    if (written < 0 && errno == EINVAL && (::fcntl(fd, F_GETFL) & O_DIRECT) != 0 && set_direct(fd, false))
+      continue;
     if (written <= 0) throw_file_error("write", path, written < 0 ? errno : EIO);
     bytes = bytes.subspan(static_cast<size_t>(written));
     offset += written;
   }
   if (dies) ::kill(::getpid(), SIGKILL);
+}
+
+void FileOps::write_large(int fd, const std::string& path, std::span<const std::byte> bytes, int64_t offset,
+                          int64_t portion_bytes, const std::function<void(int64_t portion)>& prepare) {
+  const auto size = static_cast<int64_t>(bytes.size());
+  const int64_t num_portions = (size + portion_bytes - 1) / portion_bytes;
+  const auto address = reinterpret_cast<uintptr_t>(bytes.data());
+  const bool is_direct =
+      (static_cast<uint64_t>(offset) | static_cast<uint64_t>(portion_bytes) | address) % kDirectAlignment ==
+          0 &&
+      size >= portion_bytes && set_direct(fd, true);
+  // What is left at the end goes through the page cache, alone in its page.
+  const int64_t body = is_direct ? size / kDirectAlignment * kDirectAlignment : size;
+  const auto write_part = [&](int64_t begin, int64_t end) {
+    if (begin < end)
+      write_at(fd, path, bytes.subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin)),
+               offset + begin);
+  };
+  std::atomic<int64_t> next{0};
+  std::mutex error_mutex;
+  std::exception_ptr error;
+  const auto write_portions = [&] {
+    try {
+      for (int64_t i = next++; i < num_portions; i = next++) {
+        prepare(i);
+        write_part(i * portion_bytes, std::min(body, (i + 1) * portion_bytes));
+      }
+    } catch (...) {
+      const std::lock_guard lock(error_mutex);
+      if (!error) error = std::current_exception();
+      next = num_portions;
+    }
+  };
+  {
+    std::vector<std::jthread> threads;
+    for (int64_t i = 1; i < std::min(kNumWriters, num_portions); ++i) threads.emplace_back(write_portions);
+    write_portions();
+  }
+  if (error) std::rethrow_exception(error);
+  if (is_direct) set_direct(fd, false);
+  write_part(body, size);
 }
 
 void FileOps::sync_directory(const std::string& path) {
@@ -211,6 +266,10 @@ void InputFile::read(void* to, int64_t offset, int64_t num_bytes) const {
     offset += count;
     num_bytes -= count;
   }
+}
+
+void InputFile::prefetch(int64_t offset, int64_t num_bytes) const noexcept {
+  ::posix_fadvise(fd_, offset, num_bytes, POSIX_FADV_WILLNEED);  // a hint: what it answers does not matter
 }
 
 }  // namespace polyreme

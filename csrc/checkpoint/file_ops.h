@@ -27,7 +27,9 @@ struct FileFault {
 // Thread-safe.
 class FileOps {
  public:
-  explicit FileOps(FileFault fault = {}) : fault_(fault) {}
+  // keeps_trace: for tests; it grows with every change.
+  explicit FileOps(FileFault fault = {}, bool keeps_trace = false)
+      : fault_(fault), keeps_trace_(keeps_trace) {}
 
   // Without effect on a directory that exists.
   void make_directory(const std::string& path);
@@ -36,6 +38,11 @@ class FileOps {
   void write_file(const std::string& directory, const std::string& name,
                   const std::function<void(int fd, const std::string& path)>& fill);
   void write_at(int fd, const std::string& path, std::span<const std::byte> bytes, int64_t offset);
+  // The same from two threads in portions of `portion_bytes`, past the page cache where the file system can
+  // and all is aligned to kDirectAlignment: for large data that nobody reads soon, without a copy in between.
+  // `prepare` is called with the number of each portion before it is written.
+  void write_large(int fd, const std::string& path, std::span<const std::byte> bytes, int64_t offset,
+                   int64_t portion_bytes, const std::function<void(int64_t portion)>& prepare);
   // Makes the names inside the directory durable.
   void sync_directory(const std::string& path);
   // Both names are inside `directory`; an existing file `to` is replaced in one step.
@@ -47,7 +54,7 @@ class FileOps {
   void remove_directory(const std::string& path);
 
   int64_t num_points() const;
-  // "write 4096 /runs/a/x", one line for each point so far.
+  // "write /runs/a/x", one line for each point so far, if it is kept.
   std::vector<std::string> trace() const;
 
  private:
@@ -55,9 +62,14 @@ class FileOps {
   bool point(const char* operation, const std::string& path);
 
   FileFault fault_;
+  bool keeps_trace_;
   mutable std::mutex mutex_;
+  int64_t num_points_ = 0;
   std::vector<std::string> trace_;
 };
+
+// Of memory, offset and size of what goes past the page cache.
+constexpr int64_t kDirectAlignment = 4096;
 
 // Throws CheckpointError: "<operation> of '<path>' failed: <text of errno>; <remedy>".
 [[noreturn]] void throw_file_error(const char* operation, const std::string& path, int error_number);
@@ -77,6 +89,9 @@ class InputFile {
   const std::string& path() const { return path_; }
   // Throws CheckpointCorrupt where the file ends before that.
   void read(void* to, int64_t offset, int64_t num_bytes) const;
+  // Starts reading a range into the page cache, where the ranks of a host share it; `read` then waits for
+  // less.
+  void prefetch(int64_t offset, int64_t num_bytes) const noexcept;
 
  private:
   std::string path_;

@@ -14,7 +14,7 @@ static_assert(std::endian::native == std::endian::little);
 
 constexpr int64_t kBlockBytes = 256 << 10;
 constexpr int64_t kWriteBytes = 16 * kBlockBytes;  // of one call: checked while it is in the cache
-constexpr int64_t kAlignment = 64;                 // of the data in the file
+constexpr int64_t kAlignment = kDirectAlignment;   // of the data in the file
 constexpr const char* kFormat = "polyreme-1";
 
 int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
@@ -78,13 +78,12 @@ ShardSummary write_shard(FileOps& files, const std::string& directory, const std
           "' has ", head.size(), " bytes; the format allows ", kMaxHeaderBytes, ": save from more ranks");
   const auto data_start = static_cast<int64_t>(head.size());
   files.write_file(directory, name, [&](int fd, const std::string& path) {
-    for (int64_t at = 0; at < data_bytes; at += kWriteBytes) {
-      const auto part =
-          data.subspan(static_cast<size_t>(at), static_cast<size_t>(std::min(kWriteBytes, data_bytes - at)));
-      crc32c_of_blocks(part.data(), part.size(), kBlockBytes,
+    files.write_large(fd, path, data, data_start, kWriteBytes, [&](int64_t portion) {
+      const int64_t at = portion * kWriteBytes;
+      const int64_t size = std::min(kWriteBytes, data_bytes - at);
+      crc32c_of_blocks(data.data() + at, static_cast<size_t>(size), kBlockBytes,
                        &checksums[static_cast<size_t>(at / kBlockBytes)]);
-      files.write_at(fd, path, part, data_start + at);
-    }
+    });
     // The header last: a file that was cut short in between is not one.
     digits.clear();
     for (const uint32_t checksum : checksums) append_hex(digits, checksum);
@@ -96,19 +95,22 @@ ShardSummary write_shard(FileOps& files, const std::string& directory, const std
 
 ShardFile::ShardFile(const std::string& directory, const std::string& name, const ShardSummary* expected,
                      const std::string& generation)
-    : file_(directory, name) {
-  const std::string& where = file_.path();
-  const int64_t size = file_.size_bytes();
+    : directory_(directory), name_(name) {
+  const InputFile file(directory, name);
+  path_ = file.path();
+  size_bytes_ = file.size_bytes();
+  const std::string& where = path_;
+  const int64_t size = size_bytes_;
   require<CheckpointCorrupt>(!expected || size == expected->size_bytes, "'", where, "' has ", size,
                              " bytes; the manifest says ", expected ? expected->size_bytes : 0);
   require<CheckpointCorrupt>(size >= kLengthBytes, "'", where, "' has ", size, " bytes, too few for a shard");
   uint64_t length = 0;
-  file_.read(&length, 0, kLengthBytes);
+  file.read(&length, 0, kLengthBytes);
   require<CheckpointCorrupt>(length <= kMaxHeaderBytes && static_cast<int64_t>(length) <= size - kLengthBytes,
                              "'", where, "' claims a header of ", length, " bytes; the file has ", size);
   data_start_ = kLengthBytes + static_cast<int64_t>(length);
   std::string head(static_cast<size_t>(data_start_), '\0');
-  file_.read(head.data(), 0, data_start_);
+  file.read(head.data(), 0, data_start_);
   if (expected) {
     const uint32_t found = crc32c(head.data(), head.size());
     require<CheckpointCorrupt>(found == expected->header_crc32c, "the header of '", where, "' (bytes 0 to ",
@@ -148,60 +150,74 @@ std::string ShardFile::entry_at(int64_t byte) const {
   return "";
 }
 
-void ShardFile::check_block(int64_t block, const std::byte* bytes, int64_t num_bytes) const {
-  const uint32_t found = crc32c(bytes, static_cast<size_t>(num_bytes));
-  const uint32_t expected = checksums_[static_cast<size_t>(block)];
-  if (found == expected) [[likely]]
-    return;
-  const int64_t begin = block * block_bytes_;
-  throw CheckpointCorrupt(concat("'", path(), "': bytes ", data_start_ + begin, " to ",
-                                 data_start_ + begin + num_bytes, " of the file, tensor '", entry_at(begin),
-                                 "' and following, have the CRC-32C ", hex(found), "; expected ",
-                                 hex(expected)));
-}
-
 void ShardFile::read(std::vector<ShardRead> reads) const {
   for (const ShardRead& r : reads)
     require(r.begin >= 0 && r.num_bytes >= 0 && r.begin <= data_bytes() - r.num_bytes, "read of bytes ",
             r.begin, " to ", r.begin + r.num_bytes, " of '", path(), "', which has ", data_bytes());
+  std::erase_if(reads, [](const ShardRead& r) { return r.num_bytes == 0; });
+  if (reads.empty()) return;
+  InputFile file(directory_, name_);
+  require<CheckpointCorrupt>(file.size_bytes() == size_bytes_, "'", path_, "' had ", size_bytes_,
+                             " bytes when it was opened, and has ", file.size_bytes());
   if (checksums_.empty()) {
-    for (const ShardRead& r : reads) file_.read(r.to, data_start_ + r.begin, r.num_bytes);
+    for (const ShardRead& r : reads) file.read(r.to, data_start_ + r.begin, r.num_bytes);
     return;
   }
   std::ranges::sort(reads, {}, &ShardRead::begin);
-  std::vector<std::byte> buffer(static_cast<size_t>(block_bytes_));
-  std::vector<uint32_t> found(static_cast<size_t>(kWriteBytes / kBlockBytes));
-  int64_t buffered = -1;  // the block in `buffer`
-  const auto size_of = [&](int64_t block) {
-    return std::min(block_bytes_, data_bytes() - block * block_bytes_);
-  };
-  for (const ShardRead& r : reads) {
-    const int64_t end = r.begin + r.num_bytes;
-    for (int64_t at = r.begin; at < end;) {
-      const int64_t block = at / block_bytes_, begin = block * block_bytes_;
-      std::byte* to = r.to + (at - r.begin);
-      // Blocks that are wanted whole go to their place, several at once; the borders by way of the buffer.
-      const int64_t whole = at == begin ? std::min(end - at, kWriteBytes) / block_bytes_ : 0;
-      if (whole > 0) {
-        const int64_t size = whole * block_bytes_;
-        file_.read(to, data_start_ + at, size);
-        crc32c_of_blocks(to, static_cast<size_t>(size), static_cast<size_t>(block_bytes_), found.data());
-        for (int64_t i = 0; i < whole; ++i)
-          if (found[static_cast<size_t>(i)] != checksums_[static_cast<size_t>(block + i)])
-            check_block(block + i, to + i * block_bytes_, block_bytes_);
-        at += size;
-        continue;
-      }
-      if (buffered != block) {
-        buffered = -1;
-        file_.read(buffer.data(), data_start_ + begin, size_of(block));
-        check_block(block, buffer.data(), size_of(block));
-        buffered = block;
-      }
-      const int64_t size = std::min(end, begin + size_of(block)) - at;
-      std::memcpy(to, buffer.data() + (at - begin), static_cast<size_t>(size));
-      at += size;
+  std::vector<std::byte> buffer;
+  const std::vector<Window> windows = windows_of(reads, file);
+  size_t first = 0;  // reads before it are done
+  for (const Window& window : windows) {
+    // What one read wants whole goes to its place at once.
+    const ShardRead& next = reads[first];
+    const bool in_place = next.begin == window.begin && window.end - window.begin <= next.num_bytes;
+    if (!in_place) buffer.resize(static_cast<size_t>(kWriteBytes));
+    std::byte* const data = in_place ? next.to : buffer.data();
+    file.read(data, data_start_ + window.begin, window.end - window.begin);
+    check_blocks(window.begin, window.end, data);
+    size_t left = first;
+    for (size_t i = first; i < reads.size() && reads[i].begin < window.end; ++i) {
+      ShardRead& r = reads[i];
+      const int64_t size = std::min(r.num_bytes, window.end - r.begin);
+      const std::byte* const source = data + (r.begin - window.begin);
+      if (source != r.to) std::memcpy(r.to, source, static_cast<size_t>(size));
+      r = {r.begin + size, r.num_bytes - size, r.to + size};
+      if (r.num_bytes == 0) std::swap(reads[i], reads[left++]);  // the others begin at the window's end
     }
+    first = left;
+  }
+}
+
+// The blocks that the reads touch, neighbours together up to kWriteBytes; tells the system that they come.
+std::vector<ShardFile::Window> ShardFile::windows_of(const std::vector<ShardRead>& reads,
+                                                     const InputFile& file) const {
+  std::vector<Window> runs, windows;
+  for (const ShardRead& r : reads) {
+    const int64_t begin = r.begin / block_bytes_ * block_bytes_;
+    const int64_t end = std::min(divide_up(r.begin + r.num_bytes, block_bytes_) * block_bytes_, data_bytes());
+    if (!runs.empty() && begin <= runs.back().end)
+      runs.back().end = std::max(runs.back().end, end);
+    else
+      runs.push_back({begin, end});
+  }
+  for (const Window& run : runs) {
+    file.prefetch(data_start_ + run.begin, run.end - run.begin);
+    for (int64_t at = run.begin; at < run.end; at += kWriteBytes)
+      windows.push_back({at, std::min(at + kWriteBytes, run.end)});
+  }
+  return windows;
+}
+
+void ShardFile::check_blocks(int64_t begin, int64_t end, const std::byte* data) const {
+  std::vector<uint32_t> found(static_cast<size_t>(divide_up(end - begin, block_bytes_)));
+  crc32c_of_blocks(data, static_cast<size_t>(end - begin), static_cast<size_t>(block_bytes_), found.data());
+  for (size_t i = 0; i < found.size(); ++i) {
+    const int64_t place = begin + static_cast<int64_t>(i) * block_bytes_;
+    const uint32_t expected = checksums_[static_cast<size_t>(place / block_bytes_)];
+    require<CheckpointCorrupt>(found[i] == expected, "'", path_, "': bytes ", data_start_ + place, " to ",
+                               data_start_ + std::min(place + block_bytes_, end), " of the file, tensor '",
+                               entry_at(place), "' and following, have the CRC-32C ", hex(found[i]),
+                               "; expected ", hex(expected));
   }
 }
 

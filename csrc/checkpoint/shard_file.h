@@ -30,7 +30,8 @@ struct ShardRead {
   std::byte* to = nullptr;
 };
 
-// A shard that is read. Thread-safe once made.
+// A shard that is read; open only while it is: there may be more shards than files may be open. Thread-safe
+// once made.
 class ShardFile {
  public:
   // Checks size, header and, if given, the header's checksum and the generation. Throws CheckpointCorrupt,
@@ -39,17 +40,22 @@ class ShardFile {
             const std::string& generation);
 
   const ShardHeader& header() const { return header_; }
-  const std::string& path() const { return file_.path(); }
-  int64_t data_bytes() const { return file_.size_bytes() - data_start_; }
+  const std::string& path() const { return path_; }
+  int64_t data_bytes() const { return size_bytes_ - data_start_; }
   // Reads the blocks that `reads` touch, checks them where the file has checksums, and hands out the parts.
   // Throws CheckpointCorrupt naming file, entry and range of bytes; what was read until then is undefined.
   void read(std::vector<ShardRead> reads) const;
 
  private:
-  void check_block(int64_t block, const std::byte* bytes, int64_t num_bytes) const;
+  struct Window {
+    int64_t begin, end;  // bytes of the data, at borders of blocks
+  };
+  std::vector<Window> windows_of(const std::vector<ShardRead>& reads, const InputFile& file) const;
+  void check_blocks(int64_t begin, int64_t end, const std::byte* data) const;
   std::string entry_at(int64_t byte) const;
 
-  InputFile file_;
+  std::string directory_, name_, path_;
+  int64_t size_bytes_ = 0;
   ShardHeader header_;
   int64_t data_start_ = 0;
   int64_t block_bytes_ = 0;

@@ -14,8 +14,8 @@ namespace polyreme {
 // cover the data without holes or overlap.
 //
 // In a checkpoint an entry is a whole tensor under its own name, or elements [begin, end) of a tensor's flat
-// row-major order under the name "tensor[begin:end]", or the like of a part along one dim, "tensor{0:4-8}" and
-// "tensor{0:4-8}[begin:end]". The metadata has
+// row-major order under the name "tensor[begin:end]", or the like of a part along one dim, "tensor{0:4-8}"
+// and "tensor{0:4-8}[begin:end]". The metadata has
 //   format       "polyreme-1"
 //   generation   a random text that all files of one save have in common
 //   block_bytes  the data is checked in blocks of so many bytes, from the start of the data

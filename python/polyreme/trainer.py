@@ -186,6 +186,7 @@ class Trainer:
             optimizer={
                 **optimizer.core_options(model.param_specs()),
                 "trainable": [int(name not in self.frozen) for name in self.parameter_names()],
+                "offload": zero.offload,
             },
             schedule=lists._core if lists is not None else None,
             split=_split(split, lists),
@@ -455,19 +456,21 @@ class Trainer:
         """
         self._engine.check_replicas()
 
-    def memory(self, *, step: bool = False) -> dict[str, int]:
+    def memory(self, *, step: bool = False, host: bool = False) -> dict[str, int]:
         """Bytes of this rank by what they are for, computed from how parameters are divided; not collective.
 
         Without `step`, what stays between steps: weights, masters (fp32, of 16-bit weights), gradients, tied gradients (of a tied parameter's
         further uses), lane buffers (partial sums of a rank that has several lanes), moments. With it, also the
         most that a step adds at once: gather window (zero=3), buckets (zero=2 and 3, gradients that are not
-        reduced yet), rounded gradients (what `Precision.gradients` makes of them). Activations and the communicators' staging are not among them.
+        reduced yet), rounded gradients (what `Precision.gradients` makes of them), visiting moments (of one unit,
+        with `Zero.offload`). With `host`, what is in host memory instead: moments. Activations and the communicators' staging are not among them.
 
         Example:
             >>> sum(trainer.memory().values()) / trainer.num_parameters  # doctest: +SKIP
             16.1
         """
-        return {name: size for name, size, stays in self._engine.memory() if stays or step}
+        terms = self._engine.memory()
+        return {name: size for name, size, stays, there in terms if there == host and (stays or step)}
 
     def parameter_names(self) -> list[str]:
         """The names of all parameters, in order."""

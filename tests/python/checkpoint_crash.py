@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -77,6 +78,11 @@ def check(folder, allowed):
     return run_ranks(1, body)[0]
 
 
+def save_and_check(folder, steps, keep):
+    save(folder, steps, keep, 0, _core.FileOps())
+    return check(folder, set(steps))
+
+
 def in_child(function, *arguments):
     """Runs it in a fork; returns (exit status or -signal, what it has returned)."""
     reader, writer = os.pipe()
@@ -112,12 +118,14 @@ def require_child(function, *arguments):
 
 def die_at_every_point(folder, scenario):
     seen = []
+    steps, keep = ([3], 2) if scenario == "new" else ([2], 2)
+    start = f"{folder}/start"
+    require_child(save, start, [1, 2], keep, 0, _core.FileOps())
     for rank in range(RANKS):
         at = 1
         while True:
             place = f"{folder}/{rank}-{at}"
-            before, steps, keep = ([1, 2], [3], 2) if scenario == "new" else ([1, 2], [2], 2)
-            require_child(save, place, before, keep, 0, _core.FileOps())
+            shutil.copytree(start, place)
             kind = NoExchange if scenario == "replace_without_exchange" else _core.FileOps
             code, _ = result_of(in_child(save, place, steps, keep, rank, kind(at=at, kind="kill")))
             if code == 0:
@@ -125,8 +133,7 @@ def die_at_every_point(folder, scenario):
             assert code == -signal.SIGKILL, f"rank {rank}, point {at}: status {code}"
             step = require_child(check, place, {2, 3} if scenario == "new" else {2})
             # A later save of the same step works, and leaves nothing behind.
-            require_child(save, place, steps, keep, 0, _core.FileOps())
-            require_child(check, place, set(steps))
+            require_child(save_and_check, place, steps, keep)
             left = [n for n in os.listdir(place) if n.startswith(".") and n != ".lock"]
             assert not left, f"rank {rank}, point {at}: {left}"
             seen.append([rank, at, step])

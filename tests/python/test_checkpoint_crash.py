@@ -64,7 +64,7 @@ def test_f67_nothing_is_visible_before_it_is_durable(tmp_path):
         data = np.arange(100_000, dtype=np.float64)
         state = {"model/w": data, "optimizer/m": ArrayPart(data, (100_000,), 0)}
         checkpoints.save(state, step=1)
-        checkpoints._files = files = _core.FileOps()
+        checkpoints._files = files = _core.FileOps(keeps_trace=True)
         checkpoints.save(state, step=2)
     unsynced: set[str] = set()  # files with data, and directories with names, that may be lost
     visible = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,9 @@ from .manifest import ITEM_BYTES
 from .slab import Slab
 
 __all__ = ["ArrayPart", "ArrayState"]
+
+_NUM_THREADS = 4
+_PORTION_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -82,19 +87,18 @@ class ArrayState:
 
     def read(self, pieces: Sequence[tuple[int, int, int]], staging: NDArray[np.uint8]) -> None:
         """See State."""
-        at = 0
-        for piece in pieces:
-            source = self._slice(piece)
-            staging[at : at + source.size] = source
-            at += source.size
+        _copy((staging[at : at + own.size], own) for own, at in self._places(pieces))
 
     def write(self, pieces: Sequence[tuple[int, int, int]], staging: NDArray[np.uint8]) -> None:
         """See State."""
+        _copy((own, staging[at : at + own.size]) for own, at in self._places(pieces))
+
+    def _places(self, pieces: Sequence[tuple[int, int, int]]) -> Iterator[tuple[NDArray[np.uint8], int]]:
         at = 0
         for piece in pieces:
-            target = self._slice(piece)
-            target[:] = staging[at : at + target.size]
-            at += target.size
+            own = self._slice(piece)
+            yield own, at
+            at += own.size
 
     def scalars(self) -> dict[str, Any]:
         """See State."""
@@ -106,6 +110,22 @@ class ArrayState:
 
     def set_scalars(self, state: dict[str, Any]) -> None:
         """See State."""
+
+
+def _copy(pairs: Iterable[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> None:
+    """Copies (target, source) in portions, by as many threads as keep memory busy."""
+    portions = [
+        (target[at : at + _PORTION_BYTES], source[at : at + _PORTION_BYTES])
+        for target, source in pairs
+        for at in range(0, source.size, _PORTION_BYTES)
+    ]
+    num_threads = min(_NUM_THREADS, len(os.sched_getaffinity(0)), len(portions))
+    if num_threads <= 1:
+        for target, source in portions:
+            target[:] = source
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(lambda portion: np.copyto(*portion), portions))
 
 
 def _parts_of(arrays: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import math
+import mmap
 import os
 import socket
 import threading
@@ -40,10 +42,12 @@ def group_of(name: str) -> str:
 
 @dataclass
 class Shard:
-    """A file to write: its entries (name, dtype, shape) and their bytes in the staging memory."""
+    """A file to write: its entries (name, dtype, shape), the pieces that they are, and their bytes in the staging
+    memory."""
 
     name: str
     entries: list[tuple[str, str, list[int]]]
+    pieces: list[tuple[int, int, int]]
     begin: int
     end: int
 
@@ -54,7 +58,6 @@ class Staging:
     def __init__(self) -> None:
         self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._plan: WritePlan | None = None
-        self._pieces: list[tuple[int, int, int]] = []
         self._shards: list[Shard] = []
 
     @property
@@ -66,14 +69,19 @@ class Staging:
         """Copies what this rank writes; returns the files that are to be written."""
         if plan is not self._plan:
             self._arrange(plan, held, rank)
-        state.read(self._pieces, self.memory(self._shards[-1].end if self._shards else 0))
+        memory = self.memory(self._shards[-1].end if self._shards else 0)
+        for shard in self._shards:
+            state.read(shard.pieces, memory[shard.begin : shard.end])
         return self._shards
 
     def memory(self, num_bytes: int) -> NDArray[np.uint8]:
         """So much of it, for a load too: memory that was used before is there at once."""
         if self._memory.size < num_bytes:
             self._memory = np.empty(0, np.uint8)  # before the new one is there
-            self._memory = np.empty(num_bytes, np.uint8)
+            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a hint, which saves most of the faults of the first save
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = np.frombuffer(pages, np.uint8)
         return self._memory[:num_bytes]
 
     def bytes_of(self, shard: Shard) -> NDArray[np.uint8]:
@@ -88,18 +96,19 @@ class Staging:
             # Wide items first, so that all are aligned.
             return groups.index(group_of(tensor.name)), -ITEM_BYTES[tensor.dtype], piece[0], piece[1]
 
-        self._pieces = sorted(plan.pieces, key=order)
         self._shards = []
         at, current = 0, ""
-        for index, begin, end in self._pieces:
+        for index, begin, end in sorted(plan.pieces, key=order):
             tensor = held[index]
             group = group_of(tensor.name)
             if group != current:
-                self._shards.append(Shard(f"{group}.{rank:05d}.safetensors", [], at, at))
+                at += -at % mmap.PAGESIZE  # data of a file begins with a page: see FileOps::write_large
+                self._shards.append(Shard(f"{group}.{rank:05d}.safetensors", [], [], at, at))
                 current = group
             entry, shape = entry_of(tensor, begin, end)
             shard = self._shards[-1]
             shard.entries.append((entry, SHARD_DTYPES[tensor.dtype], shape))
+            shard.pieces.append((index, begin, end))
             at += (end - begin) * ITEM_BYTES[tensor.dtype]
             shard.end = at
         self._plan = plan

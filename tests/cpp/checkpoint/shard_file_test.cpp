@@ -4,10 +4,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <random>
 
 #include "base/crc32c.h"
@@ -82,6 +84,42 @@ TEST_F(ShardFileTest, ReadsAnyRanges) {
               file.read({{1, static_cast<int64_t>(data_.size()), data_.data()}});
             }),
             "");
+}
+
+// Several portions by several threads, past the page cache where the memory is aligned and the file system
+// can.
+TEST_F(ShardFileTest, LargeData) {
+  constexpr int64_t kSize = (9 << 20) + 123;
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+  const std::unique_ptr<std::byte, Free> memory(
+      static_cast<std::byte*>(std::aligned_alloc(kDirectAlignment, 10 << 20)));
+  std::mt19937 random(5);
+  for (int64_t i = 0; i < kSize; ++i) memory.get()[i] = static_cast<std::byte>(random());
+  const auto shifted = [&](int64_t by) {
+    return std::span<const std::byte>(memory.get() + by, static_cast<size_t>(kSize - by));
+  };
+  ShardHeader header{.metadata = {{"generation", "g1"}},
+                     .entries = {{.name = "w", .dtype = "I8", .shape = {0}}}};
+  for (const int64_t by : {0, 64, 123}) {  // aligned, not aligned, without an end of its own
+    const std::span<const std::byte> data = shifted(by);
+    header.entries[0].shape = {kSize - by};
+    const std::string name = concat("large", by);
+    const ShardSummary summary = write_shard(files_, directory_, name, header, data);
+    const ShardFile file(directory_, name, &summary, "g1");
+    std::vector<std::byte> out(data.size());
+    file.read({{0, kSize - by, out.data()}});
+    EXPECT_TRUE(std::ranges::equal(out, data)) << by;
+    EXPECT_EQ((summary.size_bytes - file.data_bytes()) % kDirectAlignment, 0);
+  }
+  header.entries[0].shape = {kSize};
+  for (int64_t at = 2; at <= 5; ++at) {  // create is the first point
+    FileOps failing({.at = at, .kind = FileFault::Kind::kError, .error_number = EIO});
+    const std::string message = text<CheckpointError>(
+        [&] { write_shard(failing, directory_, concat("fails", at), header, shifted(0)); });
+    EXPECT_NE(message.find("EIO 5"), std::string::npos) << message;
+  }
 }
 
 // F68, F69: whatever is wrong with a file is said with its name, and nothing is delivered.
