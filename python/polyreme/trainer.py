@@ -158,6 +158,7 @@ class Trainer:
         self.global_batch = global_batch
         self.seed = seed
         self.precision = precision
+        self.zero = zero
         self.check_every = check_int("check_every", check_every, 0)
         self.frozen = _matching(self.parameter_names(), frozen)
         self.peak_flops: float | None = None
