@@ -13,7 +13,7 @@ import time
 import polyreme as pr
 import pytest
 from helpers import TINY, alone, clean_environment, python_corpus, refused
-from polyreme.checkpoint import CheckpointFiles, complete_steps
+from polyreme.checkpoint import CheckpointFiles, complete_steps, read_manifest
 from polyreme.testing import run_ranks
 
 STEPS, BATCH = 5, 8
@@ -196,6 +196,26 @@ def test_other_lanes_are_said(whole_run, tmp_path, caplog):
     with caplog.at_level(logging.WARNING), pr.Checkpointer(tmp_path) as checkpoints:
         trainer_of(alone(), lanes=pr.Lanes(dp=4)).resume(checkpoints)
     assert "not with the bits" in caplog.text
+
+
+def test_layout_and_instruction_set_are_recorded(tmp_path, caplog):
+    def body(world):
+        trainer = trainer_of(world, zero=1, precision="bf16")
+        with pr.Checkpointer(tmp_path, world=world) as checkpoints:
+            checkpoints.save(trainer)
+        state = trainer._checkpoint_state()
+        saved = state.scalars()
+        other = "avx2" if saved["isa"] == "amx" else "amx"
+        return state.check_scalars({**saved, "isa": other}), saved["isa"], other
+
+    with caplog.at_level(logging.WARNING):
+        problems, level, other = run_ranks(2, body)[0]
+    manifest = read_manifest(tmp_path, 0)
+    assert manifest.layout["mesh"]["dp"] == 2
+    assert manifest.layout["zero"] == 1
+    assert manifest.state["isa"] == level
+    assert problems == []  # bf16 has other bits on amx: that is said, and it goes on
+    assert f"at the instruction-set level {other}, this run has {level}" in caplog.text
 
 
 SCRIPT = """

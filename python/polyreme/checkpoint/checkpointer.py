@@ -375,6 +375,7 @@ class Checkpointer:
             layout={
                 "num_ranks": core.size,
                 "version": _core.__version__,
+                **source.layout(),
                 **({"job": memory_segment.job_of(self._segment)} if self._segment else {}),
             },
             scalars=scalars,
