@@ -241,7 +241,7 @@ def _bubbles(job: _Job, case: Case, own: Any) -> dict[str, float]:
 def _train(job: _Job, case: Case, environment: RankEnvironment) -> dict[str, Any]:
     """The turn on a rank that takes part in it."""
     options = job.options
-    world = pr.init(environment=environment, num_threads=options.threads, isa=options.isa)
+    world = pr.init(environment=environment, num_threads=options.threads, isa=options.isa, sums=case.sums)
     axes: dict[str, Any] = {options.axis: world.size}
     mesh = pr.Mesh(world, **axes)
     trainer = pr.Trainer(
