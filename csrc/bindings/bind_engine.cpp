@@ -207,8 +207,10 @@ void bind_engine(py::module_& m) {
           "data"_a, "order"_a, "step"_a, "lr"_a)
       .def(
           "train_batch",
-          [](Engine& engine, const IntArray& tokens, const IntArray& targets, double lr) {
-            const HostBatch batch = host_batch(tokens, &targets);
+          [](Engine& engine, const IntArray& tokens, const IntArray& targets, double lr,
+             std::vector<int64_t> lengths) {
+            HostBatch batch = host_batch(tokens, &targets);
+            batch.lengths = std::move(lengths);
             StepStats stats;
             {
               const Interruptible call(&engine.world());
@@ -216,7 +218,7 @@ void bind_engine(py::module_& m) {
             }
             return stats_dict(stats);
           },
-          "tokens"_a, "targets"_a, "lr"_a)
+          "tokens"_a, "targets"_a, "lr"_a, "lengths"_a = std::vector<int64_t>())
       .def(
           "evaluate",
           [](Engine& engine, const TokenDataset& data, int64_t first, int64_t num_samples) {

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checks import MAX_THREADS, check_int
-from ..errors import InvalidArgument, NotAvailable
+from ..errors import InvalidArgument
 from ..models import GPT
 from ..schedule.kinds import PUBLISHED
 
@@ -73,7 +73,7 @@ class ScalingOptions:
     threads: of each rank, which is pinned to as many CPUs.
 
     Raises:
-        InvalidArgument, NotAvailable: on construction, for what cannot be measured.
+        InvalidArgument: on construction, for what cannot be measured.
     """
 
     model: GPT
