@@ -58,6 +58,7 @@ def make_world(
     secret: str,
     job_id: str,
     transport: str,
+    fast_sums: bool,
     interface: str,
     init_timeout_s: float,
     timeout_s: float,

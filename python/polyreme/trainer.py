@@ -81,7 +81,8 @@ class Trainer:
             Default with pp > 1: one_f_one_b. The layers are dealt out by cost.
         split: instead, the number of the model's blocks in each chunk of the pipeline, such as [7, 5].
         clip_norm: limit of the gradient's 2-norm, or None.
-        lanes: where sums may be cut (see Lanes); equal lanes, equal bits on every layout.
+        lanes: where sums may be cut (see Lanes); equal lanes, equal bits on every layout. Several lanes of tp, which
+            tp > 1 has by default, must divide the model's heads, MLP and seq_len.
         seed: initial weights, dropout and the order of samples.
         zero: what the ranks of dp divide among them (see Zero), the same bits in every stage. 0: nothing. 1: the
             optimizer state; 8 / dp instead of 8 bytes per parameter with AdamW, the same traffic. 2: gradients
@@ -410,16 +411,16 @@ class Trainer:
     def logits(self, tokens: ArrayLike) -> NDArray[np.float32]:
         """Scores [num_samples, seq_len, vocab] of this rank's own tokens, which may be none.
 
-        Collective along pp, where all stages give the same tokens, and with zero=3, where the ranks gather weights together; local otherwise.
+        Collective along pp and tp, whose ranks give the same tokens, and with zero=3, where the ranks gather weights together; local otherwise.
         """
         return self._engine.logits(_token_array(tokens, "tokens"))
 
     def parameter(self, name: str) -> NDArray[np.float32]:
-        """A copy of a parameter as the model reads it, in fp32. Collective along pp, and with zero=3."""
+        """A copy of a parameter as the model reads it, in fp32. Collective along pp and tp, and with zero=3."""
         return self._engine.read_param(name, "weight")
 
     def master_parameter(self, name: str) -> NDArray[np.float32]:
-        """A copy of a parameter as the optimizer updates it, in fp32. Collective along pp, and from zero=1 on."""
+        """A copy of a parameter as the optimizer updates it, in fp32. Collective along pp and tp, and from zero=1 on."""
         return self._engine.read_param(name, "master")
 
     def set_parameter(self, name: str, values: ArrayLike) -> None:
@@ -437,11 +438,11 @@ class Trainer:
         self._engine.write_param(name, array)
 
     def gradient(self, name: str) -> NDArray[np.float32]:
-        """The gradient of the last step, over all ranks, before clipping. Collective along pp, and unless zero=0."""
+        """The gradient of the last step, over all ranks, before clipping. Collective along pp and tp, and unless zero=0."""
         return self._engine.read_param(name, "grad")
 
     def optimizer_state(self, name: str, kind: str) -> NDArray[np.float32]:
-        """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective along pp, and unless
+        """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective along pp and tp, and unless
         zero=0.
         """
         return self._engine.read_param(name, kind)

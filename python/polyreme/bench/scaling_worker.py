@@ -221,7 +221,7 @@ def _turn(job: _Job, case: Case, number: int) -> dict[str, Any]:
 def _train(job: _Job, case: Case, environment: RankEnvironment) -> dict[str, Any]:
     """The turn on a rank that takes part in it."""
     options = job.options
-    world = pr.init(environment=environment, num_threads=options.threads, isa=options.isa)
+    world = pr.init(environment=environment, num_threads=options.threads, isa=options.isa, sums=case.sums)
     trainer = pr.Trainer(
         options.model,
         pr.Mesh(world),
