@@ -378,9 +378,13 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
   const double norm = std::sqrt(read_sum(square_sum_)) / loss_scale;
   background().synchronize();  // a gather that failed
-  const StepStats stats{loss, norm, options_.global_batch * batch.seq_len, valid, loss_scale};
+  StepStats stats{loss, norm, options_.global_batch * batch.seq_len, valid, loss_scale};
   if (!std::isfinite(norm) || !std::isfinite(loss)) return skip_step(stats);
-  if (valid == 0) return stats;
+  if (valid == 0) {
+    stats.skipped = true;
+    ++skipped_steps_;
+    return stats;
+  }
   ++applied_steps_;
   skipped_in_a_row_ = 0;
   optimizer_->applied();
