@@ -76,10 +76,9 @@ std::unique_ptr<TensorParallel> tensor_parallel(const Model& model, const Mesh& 
   require(model.lanes.size == size, "the model was built for tp=", model.lanes.size,
           ", the mesh has tp=", size, "; build it for the mesh");
   if (lanes == 1) return nullptr;
-  const std::string& rule = options.optimizer.rule;
   require<NotAvailable>(
-      rule != "lamb" && rule != "muon", "optimizer '", rule, "' with lanes.tp=", lanes,
-      ": this version has no norms or matrices over parts of a parameter; use adamw, sgd or lion,"
+      options.optimizer.rule != "muon", "optimizer 'muon' with lanes.tp=", lanes,
+      ": it orthogonalizes whole matrices, of which tp has parts; use adamw, sgd, lion or lamb,"
       " or tp=1 and lanes.tp=1");
   return std::make_unique<TensorParallel>(mesh.group({"tp"}), lanes);
 }
@@ -117,6 +116,13 @@ std::vector<int> chunk_of_params(const StagePart& part) {
   return chunks;
 }
 
+ParamParts parts_of_params(const StagePart& part, const TensorParallel* tp) {
+  if (!tp) return {};
+  ParamParts parts{.whole = part.whole, .group = &tp->group()};
+  for (const ParamSpec& spec : part.registry.specs()) parts.is_part.push_back(is_cut(spec, "tp"));
+  return parts;
+}
+
 // Chunks that use a shared parameter do not visit its unit.
 UnitPlan shared_kept_whole(UnitPlan plan, const StagePart& part) {
   for (const SharedParam& shared : part.shared)
@@ -151,7 +157,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
               options_.loss_scale.dynamic || options_.max_skipped != 0, part_),
       optimizer_(make_optimizer(*stream_, plan_.map, groups_.shard_rank(),
                                 groups_.num_shards() > 1 ? &groups_.shard() : nullptr,
-                                options_of(part_, options_.optimizer))),
+                                options_of(part_, options_.optimizer), parts_of_params(part_, tp_.get()))),
       loss_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "loss sum")),
       square_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "squared gradient sum")),
       clip_scale_(empty(device, DType::kF32, {1}, "clip scale")),
@@ -372,9 +378,13 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
   const double norm = std::sqrt(read_sum(square_sum_)) / loss_scale;
   background().synchronize();  // a gather that failed
-  const StepStats stats{loss, norm, options_.global_batch * batch.seq_len, valid, loss_scale};
+  StepStats stats{loss, norm, options_.global_batch * batch.seq_len, valid, loss_scale};
   if (!std::isfinite(norm) || !std::isfinite(loss)) return skip_step(stats);
-  if (valid == 0) return stats;
+  if (valid == 0) {
+    stats.skipped = true;
+    ++skipped_steps_;
+    return stats;
+  }
   ++applied_steps_;
   skipped_in_a_row_ = 0;
   optimizer_->applied();

@@ -59,8 +59,8 @@ struct StepStats {
   int64_t tokens = 0;    // of the global batch, ignored ones included
   int64_t valid_tokens = 0;
   double loss_scale = 1;   // the factor of this step's loss; loss and grad_norm are without it
-  bool skipped = false;    // not finite: weights, optimizer and counters are as before
-  std::string not_finite;  // which parameter and rank it was, if skipped
+  bool skipped = false;    // not finite, or no valid token: weights, optimizer and counters are as before
+  std::string not_finite;  // which parameter and rank it was, if skipped for that
 };
 
 // Trains a model on one rank of a mesh: forward, backward, sum over lanes, clip, update. Calls are

@@ -42,8 +42,9 @@ class StepStats:
     grad_norm: 2-norm of the whole gradient before clipping.
     lr: learning rate that was applied, or would have been.
     loss_scale: factor of the loss in this step; loss and grad_norm are without it.
-    skipped: the gradient or the loss was not finite, and nothing has changed; `step` has not advanced.
-    not_finite: where `skipped`, the first parameter and the first rank with such a gradient.
+    skipped: the gradient or the loss was not finite, or no token of the batch had a target; nothing has changed, and
+        `step` has not advanced.
+    not_finite: where `skipped` for that, the first parameter and the first rank with such a gradient.
     tokens: of the global batch. valid_tokens: those with a target.
     mfu: model FLOPs per second over the measured rate (`Trainer.peak_flops`), or None.
     validation_loss: where `fit` evaluated after this step, else None.
