@@ -297,7 +297,7 @@ def _size(shape):
 
 def test_optim():
     result = bench("optim", "--count", 4096, "--repeats", 2, size=[])
-    assert [row["rule"] for row in result["rules"]] == ["adamw", "sgd", "lion"]
+    assert [row["rule"] for row in result["rules"]] == ["adamw", "sgd", "lion", "lamb", "muon"]
     for row in result["rules"]:
         assert row["ratio"] == pytest.approx(row["gb_per_s"] / row["triad_gb_per_s"])
         assert row["gb_per_s"] > 0
