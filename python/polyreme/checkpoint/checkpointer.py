@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -26,41 +26,12 @@ from .arrays import ArrayState
 from .layout import Planner, State, check_names, gather, join_errors, names_everywhere, require_agreement
 from .loader import CheckpointFiles, Match, match_tensors
 from .manifest import ITEM_BYTES, encode_json
-from .peers import Peers
+from .peers import Peers, find_segment
+from .results import CheckpointStats, Restored
 from .saver import SaveJob, Staging
 from .signals import SAVE_AND_END, SignalWatch
 
-__all__ = ["CheckpointStats", "Checkpointer", "Restored"]
-
-
-@dataclass(frozen=True)
-class CheckpointStats:
-    """What a Checkpointer has done: counts of saves by outcome, and of the last one this rank's times and bytes.
-
-    stall_s: for which save_async has held the training up. write_s: from then until it was committed.
-    """
-
-    saved: int = 0
-    skipped: int = 0
-    failed: int = 0
-    last_step: int | None = None
-    last_error: str = ""
-    stall_s: float = 0.0
-    write_s: float = 0.0
-    written_bytes: int = 0
-    staging_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What `load` has done. source: "disk", or "memory" after a restart that found a newer copy there. missing: tensors of the state that the checkpoint lacks, left as they were;
-    unexpected: tensors of the checkpoint that nobody asked for. Both empty with strict=True."""
-
-    step: int
-    extras: dict[str, Any] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    source: str = "disk"
+__all__ = ["Checkpointer"]
 
 
 class Checkpointer:
@@ -256,24 +227,9 @@ class Checkpointer:
     def _open_memory(self, core: _core.World) -> None:
         assert self._world is not None
         peers = Peers(self._world) if len(set(core.hosts)) > 1 else None
-        leaders = peers.leaders if peers is not None else [0]
-        facts = {"error": "", "path": "", "why": ""}
-        try:
-            if core.rank in leaders:
-                facts["path"], facts["why"] = memory_segment.find(os.environ, first=True)
-        except Error as error:
-            facts["error"] = str(error)
-        everybody = require_agreement(core, "checkpoints in memory", facts)
-        for leader in leaders:
-            if not everybody[leader]["path"]:
-                if core.rank == 0:
-                    logging.getLogger("polyreme").warning(
-                        "checkpoints in '%s': memory_every is without effect: %s",
-                        self.directory,
-                        everybody[leader]["why"],
-                    )
-                return
-        path = everybody[peers.leader if peers is not None else 0]["path"]
+        path = find_segment(core, peers, self.directory)
+        if not path:
+            return
         memory = Checkpointer(
             os.path.join(path, names.place_of(self.directory)),
             # Hosts do not commit at the same moment: what all have is the last one or the one before.

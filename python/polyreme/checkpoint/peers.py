@@ -9,6 +9,7 @@ the next one has its part.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
+from ..environment import memory_segment
 from ..errors import CheckpointCorrupt, CheckpointError, Error
 from ..world import World
 from .directory import MANIFEST, complete_steps, remove_tree, step_name
@@ -27,7 +29,33 @@ from .saver import Shard, Staging
 if TYPE_CHECKING:
     from ..group import Work
 
-__all__ = ["Kept", "Peers"]
+__all__ = ["Kept", "Peers", "find_segment"]
+
+
+def find_segment(core: _core.World, peers: Peers | None, directory: str) -> str:
+    """The folder of this host for copies of what is saved to `directory`; empty, with a warning, if there is none on
+    any host. Collective.
+
+    Raises:
+        CheckpointError: on all ranks: what is there is not private.
+    """
+    leaders = peers.leaders if peers is not None else [0]
+    facts = {"error": "", "path": "", "why": ""}
+    try:
+        if core.rank in leaders:
+            facts["path"], facts["why"] = memory_segment.find(os.environ)
+    except Error as error:
+        facts["error"] = str(error)
+    everybody = require_agreement(core, "checkpoints in memory", facts)
+    lacking = [everybody[leader]["why"] for leader in leaders if not everybody[leader]["path"]]
+    if lacking:
+        if core.rank == 0:
+            logging.getLogger("polyreme").warning(
+                "checkpoints in '%s': memory_every is without effect: %s", directory, lacking[0]
+            )
+        return ""
+    path: str = everybody[peers.leader if peers is not None else 0]["path"]
+    return path
 
 
 @dataclass
