@@ -202,7 +202,8 @@ OptimizerOptions optimizer_options(const py::dict& rule) {
           .weight_decay = rule["weight_decay"].cast<std::vector<double>>(),
           .lr_multiplier = rule["lr_multiplier"].cast<std::vector<double>>(),
           .trainable = rule["trainable"].cast<std::vector<uint8_t>>(),
-          .elementwise = rule["elementwise"].cast<std::vector<uint8_t>>()};
+          .elementwise = rule["elementwise"].cast<std::vector<uint8_t>>(),
+          .offload = rule["offload"].cast<bool>()};
 }
 
 void bind_optim(py::module_& m) {

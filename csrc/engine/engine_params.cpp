@@ -68,7 +68,7 @@ std::vector<float> Engine::read_param(const std::string& name, const std::string
   const ParamSpec& spec = model_.registry.specs()[param];
   check_kind(kind, param);
   std::exception_ptr refusal;  // of the stage that has the parameter
-  for (const auto& [state, slices] : optimizer_->state()) {
+  for (const auto& [state, on_host, slices] : optimizer_->state()) {
     const int local = part_.local[param];
     if (state == kind && local >= 0 && !slices[static_cast<size_t>(map().unit_of(local))].defined())
       refusal = std::make_exception_ptr(InvalidArgument(concat("the parameter has no '", kind, "'")));

@@ -82,7 +82,7 @@ Tensor Engine::unit_buffer(const std::string& kind, int unit) {
   if (kind == "grad") {
     return params_.weights.gathered(params_.grads.own()[static_cast<size_t>(unit)], unit);
   }
-  for (const auto& [name, slices] : optimizer_->state()) {
+  for (const auto& [name, on_host, slices] : optimizer_->state()) {
     const Tensor& slice = slices[static_cast<size_t>(unit)];
     if (name == kind) return params_.weights.gathered(slice, unit);
     known += ", " + name;

@@ -92,9 +92,15 @@ std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& 
     if (plan.is_frozen[at(map.unit_of(param))]) continue;
     tied += kElementBytes * map.shape_of(param).numel() * (registry.num_uses(param) - 1);
   }
+  int64_t host_moments = 0;
+  std::vector<int64_t> visiting(at(map.num_units()));
   for (const OptimizerState& kind : state)
-    for (const Tensor& slice : kind.slices)
-      if (slice.defined()) moments += slice.size_bytes();
+    for (size_t unit = 0; unit < kind.slices.size(); ++unit) {
+      if (!kind.slices[unit].defined()) continue;
+      const int64_t bytes = kind.slices[unit].size_bytes();
+      (kind.on_host ? host_moments : moments) += bytes;
+      if (kind.on_host) visiting[unit] += bytes;
+    }
   // Rounds are added up in a slice of their own.
   const int64_t slices = divides_gradients || question.zero.round_first ? whole / map.num_shards() : 0;
   const int64_t partial_sums = std::bit_width(static_cast<uint64_t>(question.local_lanes)) - 1;
@@ -114,6 +120,8 @@ std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& 
           {"tied gradients", tied, !divides_gradients},
           {"lane buffers", partial_sums * whole + (question.tp_lanes - 1) * uncut, !divides_gradients},
           {"moments", moments, true},
+          {"moments", host_moments, true, /*on_host=*/true},
+          {"visiting moments", visiting.empty() ? 0 : std::ranges::max(visiting), false},
           {"gather window", gather_window(plan, question.zero), false},
           {"buckets", divides_gradients ? (streams ? bucket_window(plan) : whole) : 0, false},
           {"rounded gradients", sends_rounded ? rounded + largest : (rounds ? largest : 0), false}};

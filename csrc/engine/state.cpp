@@ -23,7 +23,7 @@ std::vector<StatePart> Engine::state_parts() const {
     }
   };
   add("weight", params_.weights.own());
-  for (const auto& [name, slices] : optimizer_->state()) add(name, slices);
+  for (const auto& [name, on_host, slices] : optimizer_->state()) add(name, slices);
   return parts;
 }
 

@@ -9,26 +9,25 @@ namespace {
 class AdamW final : public RuleBase {
  public:
   AdamW(Stream& stream, const ShardMap& map, int64_t shard, const OptimizerOptions& options)
-      : RuleBase(map, shard, options), m_(add_state(stream, "exp_avg")), v_(add_state(stream, "exp_avg_sq")) {
+      : RuleBase(map, shard, options) {
     check_betas("AdamW", options);
     check_eps("AdamW", options);
+    add_state(stream, "exp_avg");
+    add_state(stream, "exp_avg_sq");
   }
 
   void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
             const OptimizerStep& step) override {
-    for (const Run& run : runs(step))
-      adamw(stream, run.part(weights), run.part(grads), run.part(m_), run.part(v_), step.scale,
+    for_each_run(stream, step, [&](const Run& run, std::span<const Tensor> state) {
+      adamw(stream, run.part(weights), run.part(grads), state[0], state[1], step.scale,
             {.lr = run.lr,
              .beta1 = options().beta1,
              .beta2 = options().beta2,
              .eps = options().eps,
              .weight_decay = run.weight_decay,
              .step = run.step});
+    });
   }
-
- private:
-  const std::vector<Tensor>& m_;
-  const std::vector<Tensor>& v_;
 };
 
 class Sgd final : public RuleBase {
@@ -36,54 +35,56 @@ class Sgd final : public RuleBase {
   Sgd(Stream& stream, const ShardMap& map, int64_t shard, const OptimizerOptions& options)
       : RuleBase(map, shard, options) {
     check_momentum("SGD", options);
-    if (options.momentum > 0) buffer_ = &add_state(stream, "momentum");
+    if (options.momentum > 0) add_state(stream, "momentum");
   }
 
   void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
             const OptimizerStep& step) override {
-    for (const Run& run : runs(step))
-      sgd(stream, run.part(weights), run.part(grads), buffer_ ? run.part(*buffer_) : Tensor(), step.scale,
+    for_each_run(stream, step, [&](const Run& run, std::span<const Tensor> state) {
+      sgd(stream, run.part(weights), run.part(grads), state.empty() ? Tensor() : state[0], step.scale,
           {.lr = run.lr,
            .momentum = options().momentum,
            .weight_decay = run.weight_decay,
            .first_step = run.step == 1});
+    });
   }
-
- private:
-  const std::vector<Tensor>* buffer_ = nullptr;
 };
 
 class Lion final : public RuleBase {
  public:
   Lion(Stream& stream, const ShardMap& map, int64_t shard, const OptimizerOptions& options)
-      : RuleBase(map, shard, options), m_(add_state(stream, "exp_avg")) {
+      : RuleBase(map, shard, options) {
     check_betas("Lion", options);
+    add_state(stream, "exp_avg");
   }
 
   void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
             const OptimizerStep& step) override {
-    for (const Run& run : runs(step))
-      lion(stream, run.part(weights), run.part(grads), run.part(m_), step.scale,
+    for_each_run(stream, step, [&](const Run& run, std::span<const Tensor> state) {
+      lion(stream, run.part(weights), run.part(grads), state[0], step.scale,
            {.lr = run.lr,
             .beta1 = options().beta1,
             .beta2 = options().beta2,
             .weight_decay = run.weight_decay});
+    });
   }
-
- private:
-  const std::vector<Tensor>& m_;
 };
 
 }  // namespace
 
 std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const ShardMap& map, int64_t shard,
-                                          Communicator* shard_group, const OptimizerOptions& options) {
+                                          Communicator* shard_group, const OptimizerOptions& options,
+                                          const ParamParts& parts) {
   require(map.num_shards() == 1 || shard_group != nullptr, "an optimizer of ", map.num_shards(),
           " shards needs the group of the ranks that hold them");
   if (options.rule == "adamw") return std::make_unique<AdamW>(stream, map, shard, options);
   if (options.rule == "sgd") return std::make_unique<Sgd>(stream, map, shard, options);
   if (options.rule == "lion") return std::make_unique<Lion>(stream, map, shard, options);
-  if (options.rule == "lamb") return make_lamb(stream, map, shard, shard_group, options);
+  require<NotAvailable>(!options.offload || (options.rule != "lamb" && options.rule != "muon"),
+                        "offload with ", options.rule,
+                        ", which reads its state more than once in an update: this version offloads ",
+                        "the state of adamw, sgd and lion; use one of them, or offload=False");
+  if (options.rule == "lamb") return make_lamb(stream, map, shard, shard_group, options, parts);
   if (options.rule == "muon") return make_muon(stream, map, shard, shard_group, options);
   throw InvalidArgument(
       concat("unknown optimizer rule '", options.rule, "'; expected adamw, sgd, lion, lamb or muon"));

@@ -25,6 +25,18 @@ struct OptimizerOptions {
   std::vector<double> lr_multiplier;  // default: 1
   std::vector<uint8_t> trainable;     // 0: never updated, and no state
   std::vector<uint8_t> elementwise;   // muon: 1 takes AdamW; default: what has other than two dims
+  // State is kept in host memory and visits the device for the update, unit by unit (ZeRO-Offload, Ren et al.
+  // 2021, keeps the update on the host too): adamw, sgd and lion.
+  bool offload = false;
+};
+
+// Where parameters are parts of larger ones, which tensor parallelism cuts: what a rule that needs norms of
+// whole ones adds up.
+struct ParamParts {
+  std::vector<int> whole;        // per parameter: whose part it is; the same number, the same one
+  std::vector<uint8_t> is_part;  // per parameter: 0: it is a whole one
+  Communicator* group =
+      nullptr;  // ranks that have the other parts; alike on them: numbers and order of `whole`
 };
 
 struct OptimizerStep {
@@ -39,6 +51,7 @@ struct OptimizerStep {
 // state.
 struct OptimizerState {
   std::string name;  // "exp_avg", "exp_avg_sq", "momentum"
+  bool on_host = false;
   std::vector<Tensor> slices;
 };
 
@@ -70,9 +83,11 @@ class Optimizer {
 
 // Updates shard `shard` of the map and has state for it alone, zero at first. `shard_group`: the ranks that
 // hold the other shards, in order; null where there is one shard. Throws InvalidArgument for an unknown rule
-// or constants out of range, naming them.
+// or constants out of range, naming them; NotAvailable for a rule that needs its state on the device, or a
+// device that cannot reach the host's memory.
 std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const ShardMap& map, int64_t shard,
-                                          Communicator* shard_group, const OptimizerOptions& options);
+                                          Communicator* shard_group, const OptimizerOptions& options,
+                                          const ParamParts& parts = {});
 
 // All constants in words, to be compared between ranks.
 std::string describe(const OptimizerOptions& options);

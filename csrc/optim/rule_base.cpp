@@ -1,7 +1,11 @@
 #include "optim/rule_base.h"
 
-#include <cmath>
+#include <sys/mman.h>
 
+#include <cmath>
+#include <cstdlib>
+
+#include "base/math.h"
 #include "ops/update.h"
 
 namespace polyreme {
@@ -18,6 +22,19 @@ void check_list(const char* name, const std::vector<double>& values, int num_par
 void check_flags(const char* name, const std::vector<uint8_t>& flags, int num_params) {
   require(flags.empty() || flags.size() == static_cast<size_t>(num_params), name, " has ", flags.size(),
           " entries for ", num_params, " parameters");
+}
+
+// fp32 memory of the host, which no device counts as its own.
+Tensor host_tensor(Device& device, const Shape& shape) {
+  constexpr size_t kHugePage = size_t{2} << 20;
+  const auto size_bytes = static_cast<size_t>(shape.numel()) * sizeof(float);
+  const size_t alignment = size_bytes >= kHugePage ? kHugePage : size_t{64};
+  const auto rounded = static_cast<size_t>(
+      round_up(static_cast<int64_t>(std::max(size_bytes, size_t{1})), static_cast<int64_t>(alignment)));
+  const std::shared_ptr<void> memory(std::aligned_alloc(alignment, rounded), std::free);
+  require<OutOfMemory>(memory != nullptr, "out of host memory: ", rounded, " bytes for optimizer state");
+  if (alignment == kHugePage) madvise(memory.get(), rounded, MADV_HUGEPAGE);
+  return Tensor(device.wrap_host(memory.get(), size_bytes, memory), DType::kF32, shape);
 }
 
 }  // namespace
@@ -76,16 +93,40 @@ std::vector<RuleBase::Run> RuleBase::runs(const OptimizerStep& step) const {
       step, [](int) { return true; }, /*merged=*/true);
 }
 
+void RuleBase::for_each_run(Stream& stream, const OptimizerStep& step,
+                            const std::function<void(const Run&, std::span<const Tensor>)>& update) const {
+  const std::vector<Run> all = runs(step);
+  for (size_t i = 0; i < all.size();) {
+    const auto unit = static_cast<size_t>(all[i].unit);
+    std::vector<Tensor> slices;
+    for (const OptimizerState& kind : state_) {
+      slices.push_back(kind.slices[unit]);
+      if (!kind.on_host) continue;
+      slices.back() = empty(stream.device(), DType::kF32, kind.slices[unit].shape(), "visiting state");
+      copy(stream, kind.slices[unit], slices.back());
+    }
+    for (; i < all.size() && static_cast<size_t>(all[i].unit) == unit; ++i) {
+      std::vector<Tensor> parts;
+      for (const Tensor& slice : slices) parts.push_back(all[i].part(slice));
+      update(all[i], parts);
+    }
+    for (size_t kind = 0; kind < state_.size(); ++kind)
+      if (state_[kind].on_host) copy(stream, slices[kind], state_[kind].slices[unit]);
+  }
+}
+
 const std::vector<Tensor>& RuleBase::add_state(Stream& stream, const char* name,
                                                const std::function<bool(int)>& wanted) {
   require(state_.size() < kMaxKinds, "a rule has at most ", kMaxKinds, " kinds of state");
-  OptimizerState& state = state_.emplace_back(OptimizerState{name, {}});
+  OptimizerState& state = state_.emplace_back(OptimizerState{name, options_.offload, {}});
   for (int unit = 0; unit < map_.num_units(); ++unit) {
     bool needed = false;
     for (const int param : map_.params_of(unit)) needed |= is_trainable(param) && wanted(param);
     Tensor& slice = state.slices.emplace_back();
     if (!needed) continue;
-    slice = empty(stream.device(), DType::kF32, {map_.shard_slice(unit, shard_).size()}, "optimizer state");
+    const Shape shape{map_.shard_slice(unit, shard_).size()};
+    slice = options_.offload ? host_tensor(stream.device(), shape)
+                             : empty(stream.device(), DType::kF32, shape, "optimizer state");
     fill(stream, slice, 0.0f);
   }
   return state.slices;

@@ -19,9 +19,8 @@ class RuleBase : public Optimizer {
     int64_t begin, end;  // in the shard's slice of the unit
     int64_t step;        // 1 for a first update
     double lr, weight_decay;
-    Tensor part(std::span<const Tensor> slices) const {
-      return slices[static_cast<size_t>(unit)].slice(0, begin, end);
-    }
+    Tensor part(const Tensor& slice) const { return slice.slice(0, begin, end); }
+    Tensor part(std::span<const Tensor> slices) const { return part(slices[static_cast<size_t>(unit)]); }
   };
 
   // Checks what all rules take. Throws InvalidArgument.
@@ -31,6 +30,10 @@ class RuleBase : public Optimizer {
   // `merged`; else they are joined across the zeros between them, which every element-wise rule leaves so.
   std::vector<Run> runs(const OptimizerStep& step, const std::function<bool(int)>& wanted, bool merged) const;
   std::vector<Run> runs(const OptimizerStep& step) const;
+  // update(run, state) for all of them, with the run's part of every kind of state, in order of add_state.
+  // What is kept on the host is copied for one unit at a time.
+  void for_each_run(Stream& stream, const OptimizerStep& step,
+                    const std::function<void(const Run&, std::span<const Tensor>)>& update) const;
   // Zeros for the units that hold a trainable parameter which `wanted` picks. The reference is valid for the
   // lifetime of the rule.
   const std::vector<Tensor>& add_state(Stream& stream, const char* name,
@@ -61,7 +64,8 @@ class RuleBase : public Optimizer {
 
 // The rules that need whole parameters, in whole_param_rules.cpp.
 std::unique_ptr<Optimizer> make_lamb(Stream& stream, const ShardMap& map, int64_t shard,
-                                     Communicator* shard_group, const OptimizerOptions& options);
+                                     Communicator* shard_group, const OptimizerOptions& options,
+                                     const ParamParts& parts);
 std::unique_ptr<Optimizer> make_muon(Stream& stream, const ShardMap& map, int64_t shard,
                                      Communicator* shard_group, const OptimizerOptions& options);
 

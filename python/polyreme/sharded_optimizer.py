@@ -89,6 +89,7 @@ class ShardedOptimizer:
         max_skips: raise after so many skipped steps in a row; 0: never.
         stochastic_rounding: bfloat16 arrays get the fp32 weights rounded up or down at random, so that small
             updates are not lost on average; drawn for (`seed`, name, number of updates, element).
+        offload: the rule's state stays in host memory; see `Zero.offload`.
 
     Raises:
         InvalidArgument: before anything is communicated; or on all ranks, naming what differs between them.
@@ -115,6 +116,7 @@ class ShardedOptimizer:
         max_skips: int = 0,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        offload: bool = False,
     ) -> None:
         check_type("ShardedOptimizer: group", group, Group, 'a group of a mesh, such as mesh["dp"]')
         self.rule = AdamW() if rule is None else rule
@@ -123,6 +125,7 @@ class ShardedOptimizer:
             check_type("ShardedOptimizer: loss_scaler", loss_scaler, LossScaler, "a polyreme.LossScaler")
         if nonfinite not in (None, "skip", "raise"):
             raise InvalidArgument(f"ShardedOptimizer: nonfinite={nonfinite!r}; expected 'skip' or 'raise'")
+        check_type("ShardedOptimizer: offload", offload, bool, "True or False")
         check_name("ShardedOptimizer: gradient_dtype", gradient_dtype, tuple(DTYPES))
         self.loss_scaler = loss_scaler
         self.group = group
@@ -162,7 +165,11 @@ class ShardedOptimizer:
             norm_type=order,
             stochastic_rounding=bool(stochastic_rounding),
             seed=check_int("ShardedOptimizer: seed", seed, 0, MAX_SEED),
-            rule={**self.rule.core_options(specs), "trainable": [int(not f) for f in self._is_frozen]},
+            rule={
+                **self.rule.core_options(specs),
+                "trainable": [int(not f) for f in self._is_frozen],
+                "offload": offload,
+            },
         )
         self.applied_steps = 0
         self._skips = 0

@@ -29,6 +29,9 @@ class Zero:
         memory. "step": once a step, and they stay until its last use of any; the traffic of one gather instead of
         two for each micro-batch, and a rank's weights whole while the step runs. Default: "step" with a pipeline,
         whose stages hold a part of the model and take many micro-batches, "use" without.
+    offload: the optimizer's moments stay in host memory, and visit the device for the update a bucket at a time:
+        8 / dp bytes per parameter less with AdamW. For AdamW, SGD and Lion. (On the CPU, where the device's memory
+        is the host's, it moves bytes from one count to the other and costs copies: to try a run before a GPU does.)
 
     Example:
         >>> import polyreme as pr
@@ -46,6 +49,7 @@ class Zero:
     prefetch: int = 1
     persist_below: int = 0
     gather: str | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         def set_int(name: str, low: int, high: int | None = None) -> None:
@@ -59,6 +63,7 @@ class Zero:
         check_type("Zero: overlap", self.overlap, bool, "True or False")
         set_int("prefetch", 0)
         set_int("persist_below", 0)
+        check_type("Zero: offload", self.offload, bool, "True or False")
         if self.gather not in (None, "use", "step"):
             raise InvalidArgument(
                 f"Zero: gather={self.gather!r}; expected 'use', 'step', or None for the default"

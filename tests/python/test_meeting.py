@@ -278,6 +278,16 @@ def test_ranks_of_one_host_get_a_random_secret(folder):
         assert "given" not in (folder / "job").read_text()
 
 
+def test_a_socket_that_nobody_took_over_is_closed(folder, tmp_path):
+    """Here because the record directory is refused before the store is opened."""
+    (tmp_path / "file").touch()
+    before = os.listdir("/proc/self/fd")
+    env = RankEnvironment(rank=0, size=2, job_id="job", local_size=2)
+    record_dir = str(tmp_path / "file" / "records")
+    refused(pr.CommError, ["record directory"], lambda: pr.init(environment=env, record_dir=record_dir))
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_an_address_of_another_host():
     """203.0.113.0/24 is for documentation: nobody has it."""
     env = RankEnvironment(rank=0, size=2, job_id="job", local_size=2, master_addr="203.0.113.7")

@@ -106,7 +106,7 @@ def test_axes_of_size_one_make_no_difference(world):
         assert mesh[axes].all_reduce([3.0])[0] == 3.0
 
 
-def test_the_order_of_first_use_is_free():
+def test_o_pg_03_the_order_of_first_use_is_free():
     def run(world):
         mesh = pr.Mesh(world, **CUBE, groups=[("dp", "tp")])
         use = ["dp", "tp", ("dp", "tp")]

@@ -321,12 +321,13 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def meet(*ranks, port, init="init_timeout_s=2"):
+def meet(*ranks, port, init="init_timeout_s=2", before="pass"):
     """Starts processes with variables as a user would set them, each (rank, world size).
 
-    Returns (exit code, stderr) of each. They call pr.init with the arguments `init`.
+    Returns (exit code, stderr) of each. They run `before` and call pr.init with the arguments `init`.
     """
-    script = f"import os, polyreme as pr; rank = int(os.environ['RANK']); print(pr.init({init}).size)"
+    script = "import os, time, polyreme as pr; rank = int(os.environ['RANK'])\n"
+    script += f"{before}\nprint(pr.init({init}).size)"
     running = [
         subprocess.Popen(
             [sys.executable, "-c", script],
@@ -358,6 +359,13 @@ def check_refused(ends, error, words):
 
 def test_ranks_started_by_hand_meet():
     assert meet((1, 2), (0, 2), port=free_port(), init="") == [(0, ""), (0, "")]
+
+
+def test_f01_a_late_rank_is_waited_for():
+    ends = meet((0, 2), (1, 2), port=free_port(), init="", before="time.sleep(2.5 * rank)")
+    assert ends[1] == (0, "")
+    assert ends[0][0] == 0
+    assert "rendezvous: 1/2 joined, waiting for rank(s) 1" in ends[0][1]
 
 
 def test_f02_a_rank_that_never_comes_is_named():

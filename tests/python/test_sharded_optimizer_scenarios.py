@@ -112,10 +112,13 @@ def test_o_ga_05_the_last_micro_batch_is_part_of_the_reduction():
 
 
 @pytest.mark.parametrize("declared", [None, 4])
-def test_o_ga_06_the_counter_of_micro_batches_starts_again(declared):
+@pytest.mark.parametrize("offload", [False, True])
+def test_o_ga_06_the_counter_of_micro_batches_starts_again(declared, offload):
     def body(group):
         params = scalars("w")
-        optimizer = pr.ShardedOptimizer(params, group, stage=2, rule=sgd(), micro_batches=declared)
+        optimizer = pr.ShardedOptimizer(
+            params, group, stage=2, rule=sgd(), micro_batches=declared, offload=offload
+        )
         seen = []
         for _ in range(3):
             for grad in (1, 2, 3):
@@ -402,11 +405,14 @@ def test_o_sh_06_bf16_and_fp32_parameters_together(stage):
 
 
 @STAGES
-def test_o_mp_01_overflow_on_one_rank(stage):
+@pytest.mark.parametrize("offload", [False, True])
+def test_o_mp_01_overflow_on_one_rank(stage, offload):
     def body(group):
         params = scalars("a", "b", dtype=np.float16, value=1.0)
         scaler = pr.LossScaler(initial=2.0)
-        optimizer = pr.ShardedOptimizer(params, group, stage=stage, rule=pr.AdamW(lr=0.1), loss_scaler=scaler)
+        optimizer = pr.ShardedOptimizer(
+            params, group, stage=stage, rule=pr.AdamW(lr=0.1), loss_scaler=scaler, offload=offload
+        )
         bad = np.inf if group.rank == 1 else 1.0
         stats = optimizer.step({"a": ones(1, np.float16), "b": ones(bad, np.float16)})
         assert stats.skipped

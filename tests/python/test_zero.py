@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polyreme as pr
 import pytest
-from helpers import batches, local_part, make_trainer
+from helpers import batches, local_part, make_trainer, refused
 from polyreme.testing import run_ranks
 
 MODEL = pr.models.GPT(layers=2, hidden=256, heads=4, vocab=512, seq_len=16)
@@ -77,6 +77,32 @@ def test_what_a_step_adds(zero):
     for peak, expected, terms, parameters in run_ranks(4, run):
         assert 0.7 * expected < peak < 1.02 * expected + activations
         assert terms["buckets"] < 4 * parameters / 3
+
+
+@pytest.mark.parametrize("dp, zero", [(1, 0), (2, 1), (2, 2)])
+def test_offloaded_moments_are_not_in_device_memory(dp, zero):
+    def run(world):
+        before = world.memory()["in_use_bytes"]
+        trainer = make_trainer(world, MODEL, global_batch=4, zero=pr.Zero(stage=zero, offload=True))
+        trainer.step(*(local_part(world, part) for part in DATA[0]))
+        measured = world.memory()["in_use_bytes"] - before
+        return measured, trainer.memory(), trainer.memory(host=True), trainer.num_parameters
+
+    for measured, device, host, parameters in run_ranks(dp, run):
+        assert device["moments"] == 0
+        assert host == {"moments": pytest.approx(8 * parameters / dp, rel=0.02)}
+        assert measured == pytest.approx(sum(device.values()), rel=0.02)
+
+
+def test_rules_that_need_their_state_on_the_device_are_not_offloaded():
+    def run(world):
+        for rule in (pr.LAMB(), pr.Muon()):
+            options = dict(optimizer=rule, zero=pr.Zero(offload=True))
+            refused(
+                pr.NotAvailable, ["offload", "adamw"], lambda options=options: make_trainer(world, **options)
+            )
+
+    run_ranks(1, run)
 
 
 def test_state_of_all_shards_is_gathered():

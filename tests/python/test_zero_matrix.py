@@ -29,6 +29,7 @@ OPTIONS = {
     "tied": [True, False],
     "prefetch": [1, 0, 3],
     "persist_below": [0, 100],
+    "offload": [False, True],
     "precision": ["fp32", "bf16", "fp16"],
     "gradients": ["fp32", "bf16", "fp16"],
 }

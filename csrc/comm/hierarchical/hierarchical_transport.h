@@ -39,6 +39,11 @@ class HierarchicalTransport final : public Transport {
   std::unique_ptr<Transport> split(const CollectiveCall& call, int color, int key,
                                    const std::string& name) override;
 
+  // What the ranks of a host read of each other.
+  std::shared_ptr<void> allocate(size_t size_bytes) override {
+    return host_ ? host_->allocate(size_bytes) : nullptr;
+  }
+
   void throw_if_failed() const override { flat_->throw_if_failed(); }
   void fail(FailureKind kind, const std::string& text) noexcept override;
   void abort(const std::string& text) noexcept override;

@@ -8,6 +8,7 @@
 #include "comm/blocks.h"
 #include "comm/shared_memory/direct.h"
 #include "comm/shared_memory/slices.h"
+#include "comm/shared_memory/stream_copy.h"
 #include "comm/tree.h"
 
 namespace polyreme {
@@ -34,6 +35,7 @@ class Blocks {
     return uneven_.empty() ? Range{rank * even_bytes_, even_bytes_} : uneven_[static_cast<size_t>(rank)];
   }
   int64_t longest() const { return longest_; }
+  int64_t total(int size) const { return (*this)[size - 1].begin + (*this)[size - 1].bytes; }
 
  private:
   int64_t even_bytes_, longest_;
@@ -70,7 +72,8 @@ int64_t compare_counts(SharedGroup& group, const CollectiveCall& call, const Cal
 // Reduces `bytes` bytes: this rank's term is `own`, those of the others lie at `offset` in their
 // staging.
 void reduce_from_staging(SharedGroup& group, const CollectiveCall& call, int slot, int64_t offset,
-                         int64_t bytes, const void* own, void* out, std::vector<const void*>& terms) {
+                         int64_t bytes, const void* own, void* out) {
+  std::vector<const void*>& terms = group.terms();
   for (int r = 0; r < group.size(); ++r)
     terms[static_cast<size_t>(r)] = r == group.rank() ? own : group.staging(r, slot) + offset;
   tree_reduce(Reduction::whole(call.reduce, call.dtype, group.size()), terms.data(), group.size(),
@@ -81,7 +84,7 @@ void all_reduce_one_shot(SharedGroup& group, const CollectiveCall& call, char* d
   const int slot = group.slot();
   copy_bytes(group.staging(group.rank(), slot, bytes), data, bytes);
   group.meet();
-  std::vector<const void*> terms(static_cast<size_t>(group.size()));
+  std::vector<const void*>& terms = group.terms();
   for (int r = 0; r < group.size(); ++r)
     terms[static_cast<size_t>(r)] = r == group.rank() ? data : group.staging(r, slot, bytes);
   tree_reduce(Reduction::whole(call.reduce, call.dtype, group.size()), terms.data(), group.size(), call.count,
@@ -105,7 +108,6 @@ void run_all_reduce(SharedGroup& group, const CollectiveCall& call, void* data) 
     if (direct.everywhere()) return direct.all_reduce(call, bytes, total);
   }
 
-  std::vector<const void*> terms(static_cast<size_t>(size));
   const auto chunk_of = [&](int64_t begin) { return std::min(chunk, total - begin); };
   const auto others = [&](int64_t length, auto&& visit) {
     for (int r = 0; r < size; ++r)
@@ -129,7 +131,7 @@ void run_all_reduce(SharedGroup& group, const CollectiveCall& call, void* data) 
     const Range slice = slice_of(chunk_of(begin), rank, size);
     char* own = bytes + begin + slice.begin;
     char* result = group.result(rank, group.slot());
-    reduce_from_staging(group, call, slot, slice.begin, slice.bytes, own, result, terms);
+    reduce_from_staging(group, call, slot, slice.begin, slice.bytes, own, result);
     copy_bytes(own, result, slice.bytes);
   }
 }
@@ -149,7 +151,7 @@ void run_reduce_scatter(SharedGroup& group, const CollectiveCall& call, const vo
     DirectCall direct(group, in, total * size);
     if (direct.everywhere()) return direct.reduce_scatter(call, out, total);
   }
-  std::vector<const void*> terms(static_cast<size_t>(size));
+  std::vector<const void*>& terms = group.terms();
   const int64_t chunk = std::min(group.chunk_bytes() / size, total);
   const Reduction reduction = Reduction::whole(call.reduce, call.dtype, size);
   for (int64_t begin = 0; begin < total; begin += chunk) {
@@ -179,10 +181,11 @@ void run_all_gather(SharedGroup& group, const CollectiveCall& call, const CallMe
   if (DirectCall::pays(group, longest)) {
     DirectCall direct(group, in, own.bytes);
     if (direct.everywhere()) {
-      copy_bytes(out + own.begin, in, own.bytes);
+      const int64_t total = blocks.total(size);
+      stream_copy(out + own.begin, in, own.bytes, total);
       for (int i = 1; i < size; ++i) {
         const Range block = blocks[(rank + i) % size];
-        direct.read(out + block.begin, (rank + i) % size, 0, block.bytes);
+        direct.read(out + block.begin, (rank + i) % size, 0, block.bytes, total);
       }
       return direct.end();
     }
@@ -209,7 +212,7 @@ void run_broadcast(SharedGroup& group, const CollectiveCall& call, void* data) {
   if (DirectCall::pays(group, total)) {
     DirectCall direct(group, bytes, is_root ? total : 0);
     if (direct.everywhere()) {
-      if (!is_root) direct.read(bytes, call.root, 0, total);
+      if (!is_root) direct.read(bytes, call.root, 0, total, total);
       return direct.end();
     }
   }
@@ -235,12 +238,13 @@ void run_all_to_all(SharedGroup& group, const CollectiveCall& call, const CallMe
   const int64_t longest = uneven ? compare_counts(group, call, memory, offsets) : to.longest();
   if (!uneven && (longest == 0 || size == 1)) group.meet();
   if (DirectCall::pays(group, longest)) {
-    DirectCall direct(group, in, to[size - 1].begin + to[size - 1].bytes);
+    DirectCall direct(group, in, to.total(size));
     if (direct.everywhere()) {
-      copy_bytes(out + from[rank].begin, in + to[rank].begin, to[rank].bytes);
+      const int64_t total = from.total(size);
+      stream_copy(out + from[rank].begin, in + to[rank].begin, to[rank].bytes, total);
       for (int i = 1; i < size; ++i) {
         const int r = (rank + i) % size;
-        direct.read(out + from[r].begin, r, offsets[static_cast<size_t>(r)], from[r].bytes);
+        direct.read(out + from[r].begin, r, offsets[static_cast<size_t>(r)], from[r].bytes, total);
       }
       return direct.end();
     }

@@ -1,13 +1,11 @@
 #include "comm/shared_memory/direct.h"
 
-#include <cstring>
-
 #include "comm/shared_memory/slices.h"
+#include "comm/shared_memory/stream_copy.h"
 #include "comm/tree.h"
 
 namespace polyreme {
-DirectCall::DirectCall(SharedGroup& group, const void* memory, int64_t bytes)
-    : group_(group), terms_(static_cast<size_t>(group.size())) {
+DirectCall::DirectCall(SharedGroup& group, const void* memory, int64_t bytes) : group_(group) {
   const int slot = group.slot();
   group.publish(memory, bytes);
   group.meet();
@@ -18,16 +16,17 @@ DirectCall::DirectCall(SharedGroup& group, const void* memory, int64_t bytes)
 }
 
 void DirectCall::reduce(const CollectiveCall& call, int64_t offset, int64_t bytes, void* out) {
-  for (int r = 0; r < group_.size(); ++r) terms_[static_cast<size_t>(r)] = of(r) + offset;
+  std::vector<const void*>& terms = group_.terms();
+  for (int r = 0; r < group_.size(); ++r) terms[static_cast<size_t>(r)] = of(r) + offset;
   const SharedGroup::Reading reading(group_);
-  tree_reduce(Reduction::whole(call.reduce, call.dtype, group_.size()), terms_.data(), group_.size(),
+  tree_reduce(Reduction::whole(call.reduce, call.dtype, group_.size()), terms.data(), group_.size(),
               bytes / static_cast<int64_t>(dtype_size(call.dtype)), out);
 }
 
-void DirectCall::read(void* to, int rank, int64_t offset, int64_t bytes) {
+void DirectCall::read(void* to, int rank, int64_t offset, int64_t bytes, int64_t total_bytes) {
   if (bytes <= 0) return;
   const SharedGroup::Reading reading(group_);
-  std::memcpy(to, of(rank) + offset, static_cast<size_t>(bytes));
+  stream_copy(to, of(rank) + offset, bytes, total_bytes);
 }
 
 // In one piece: chunks that the others would fetch out of this rank's cache measured slower at 256 MB (0.4 of
@@ -40,7 +39,7 @@ void DirectCall::all_reduce(const CollectiveCall& call, char* data, int64_t byte
   for (int i = 1; i < size; ++i) {
     const int r = (rank + i) % size;
     const Range slice = slice_of(bytes, r, size);
-    read(data + slice.begin, r, slice.begin, slice.bytes);
+    read(data + slice.begin, r, slice.begin, slice.bytes, bytes - own.bytes);
   }
   end();
 }

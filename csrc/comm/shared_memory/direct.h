@@ -30,8 +30,8 @@ class DirectCall {
 
   void all_reduce(const CollectiveCall& call, char* data, int64_t bytes);
   void reduce_scatter(const CollectiveCall& call, char* output, int64_t bytes);
-  // Copies from a rank's memory at `offset`; before `end`.
-  void read(void* to, int rank, int64_t offset, int64_t bytes);
+  // Copies from a rank's memory at `offset`; before `end`. total_bytes: of all that this call reads.
+  void read(void* to, int rank, int64_t offset, int64_t bytes, int64_t total_bytes);
   // Nobody reads this rank's memory after it.
   void end() { group_.meet(); }
 
@@ -40,7 +40,6 @@ class DirectCall {
 
   SharedGroup& group_;
   std::vector<const char*> memory_;
-  std::vector<const void*> terms_;
   bool everywhere_ = true;
 };
 

@@ -37,6 +37,9 @@ struct WaitingPolicy {
 };
 constexpr WaitingPolicy kCorePerRank{4000, 200};
 constexpr WaitingPolicy kOversubscribed{100, 50};
+// Where other programs run, a yield gives them the CPU for milliseconds; a sleeper that is woken gets it at
+// once.
+constexpr auto kYieldingLimit = std::chrono::milliseconds(1);
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -109,7 +112,8 @@ SharedGroup::SharedGroup(std::shared_ptr<SharedMemory> memory, int rank, int siz
       rank_(rank),
       size_(size),
       options_(std::move(options)),
-      self_(this_process()) {
+      self_(this_process()),
+      terms_(static_cast<size_t>(size)) {
   const GroupBlock& header = group();
   const bool ours = memory_->size_bytes() >= sizeof(GroupBlock) && header.magic == kSegmentMagic;
   require<CommError>(ours, "group '", options_.name, "', rank ", rank,
@@ -159,7 +163,6 @@ void SharedGroup::begin(const CollectiveCall& call, std::chrono::milliseconds li
     call_ = call;
   }
   limit_ = limit;
-  mine().mail[slot()].call = call;
   opening_ = true;
 }
 
@@ -184,8 +187,10 @@ void SharedGroup::meet() {
     int first_missing_ = 0;
   };
   Meeting meeting(*this, slot());
+  Mail& mail = mine().mail[slot()];
+  if (opening_) mail.call = call_;  // no sooner: a peer that waits would fetch the line once more
   // Sequentially consistent, as what is read next: either the sleeper is seen there, or it sees this arrival.
-  mine().mail[slot()].arrived.store(++meetings_, std::memory_order_seq_cst);
+  mail.arrived.store(++meetings_, std::memory_order_seq_cst);
   ring_if_asleep(group().arrivals);
   await(meeting, group().arrivals);
   if (opening_) compare_calls(meeting.slot_);
@@ -202,7 +207,7 @@ void SharedGroup::await(Awaited& awaited, Bell& bell) {
   };
   std::optional<Sleeper> sleeper;
   const WaitingPolicy& policy = oversubscribed_ ? kOversubscribed : kCorePerRank;
-  Clock::time_point deadline, next_look;
+  Clock::time_point yielding_since, deadline, next_look;
   for (int idle = 0;; ++idle) {
     if (idle == policy.pauses + policy.yields && !sleeper) sleeper.emplace(bell);
     const uint64_t seen = bell.count.load(std::memory_order_seq_cst);
@@ -214,7 +219,9 @@ void SharedGroup::await(Awaited& awaited, Bell& bell) {
       continue;
     }
     if (idle < policy.pauses + policy.yields) {
+      if (idle == policy.pauses) yielding_since = Clock::now();
       sched_yield();
+      if (Clock::now() - yielding_since > kYieldingLimit) idle = policy.pauses + policy.yields - 1;
       continue;
     }
     const Clock::time_point now = Clock::now();

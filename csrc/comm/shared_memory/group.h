@@ -111,6 +111,9 @@ class SharedGroup {
 
   CallLedger& ledger() const { return mine().ledger; }
 
+  // Room for the addresses of a reduction, one for each rank, so that small calls need no memory.
+  std::vector<const void*>& terms() { return terms_; }
+
   // Of the next meeting.
   int slot() const { return static_cast<int>(meetings_ % kNumSlots); }
   int64_t chunk_bytes() const { return layout_.chunk_bytes(); }
@@ -173,6 +176,7 @@ class SharedGroup {
   std::mutex subgroups_mutex_;
   std::vector<std::weak_ptr<SharedGroup>> subgroups_;
 
+  std::vector<const void*> terms_;
   uint64_t meetings_ = 0;
   mutable std::mutex call_mutex_;  // where() comes from the thread that issues, too
   CollectiveCall call_;

@@ -92,8 +92,7 @@ def _at_agent(env: RankEnvironment, job_id: str, secret: str, limit_s: float) ->
         return
     with listen(env.master_addr) as listener:
         host, port = listener.getsockname()[:2]
-        with store.told(host, port):
-            fd = listener.detach()
+        with store.told(host, port), _given_away(listener) as fd:
             yield Meeting(
                 host=host, port=port, secret=secret or job_id, job_id=job_id, store_fd=fd, is_held=True
             )
@@ -110,11 +109,26 @@ def _at_file(env: RankEnvironment, job_id: str, secret: str, limit_s: float) -> 
     told_secret = "" if secret else secrets.token_hex(32)
     with listen(env.master_addr) as listener:
         host, port = listener.getsockname()[:2]
-        with private_file.told(job_id, private_file.Told(host=host, port=port, secret=told_secret)):
-            fd = listener.detach()
+        told = private_file.Told(host=host, port=port, secret=told_secret)
+        with private_file.told(job_id, told), _given_away(listener) as fd:
             yield Meeting(
                 host=host, port=port, secret=secret or told_secret, job_id=job_id, store_fd=fd, is_held=True
             )
+
+
+@contextlib.contextmanager
+def _given_away(listener: socket.socket) -> Iterator[int]:
+    """Its descriptor, for whoever opens the store; closed if the body fails before that."""
+    socket_id = os.fstat(listener.fileno()).st_ino
+    fd = listener.detach()
+    try:
+        yield fd
+    except BaseException:
+        # One that was taken over is closed by now, and its number may be somebody else's.
+        with contextlib.suppress(OSError):
+            if os.fstat(fd).st_ino == socket_id:
+                os.close(fd)
+        raise
 
 
 def listen(host: str) -> socket.socket:

@@ -53,7 +53,7 @@ TEST(LocalFault, BarrierNamesTheMissingRanks) {
   }
 }
 
-TEST(LocalFault, ARankThatSkipsACollectiveIsNamedWithItsProgress) {
+TEST(LocalFault, F38_ARankThatSkipsACollectiveIsNamedWithItsProgress) {
   const Outcomes outcomes = run(3, milliseconds(400), [](Communicator& comm, Device& device) {
     const auto stream = device.create_stream("test");
     const Tensor data = to_device(device, std::vector<float>(10, 1.0F));

@@ -104,6 +104,22 @@ TEST(Scenario, O_PG_01_AverageOfIntegersIsRefused) {
             all_ok(2));
 }
 
+// There is no reduce to one rank; reduce_scatter is what could leave partial sums in its input.
+TEST(Scenario, O_PG_02_TheInputOfAReductionStaysAsItWas) {
+  for (const int64_t count : {3, 3000, 100'000})
+    EXPECT_EQ(run(4,
+                  [&](Communicator& comm, Device& device, Stream& stream) {
+                    const auto rank = static_cast<float>(comm.rank());
+                    const std::vector<float> given(static_cast<size_t>(4 * count), rank + 1);
+                    const Tensor input = to_device(device, given);
+                    const Tensor output = to_device(device, std::vector<float>(static_cast<size_t>(count)));
+                    comm.reduce_scatter(input, output, ReduceOp::kSum, stream)->wait();
+                    EXPECT_EQ(to_host<float>(output), std::vector<float>(static_cast<size_t>(count), 10.0F));
+                    EXPECT_EQ(to_host<float>(input), given);
+                  }),
+              all_ok(4));
+}
+
 TEST(Scenario, O_PG_11_ASubgroupIsDestroyedWithACollectiveInFlight) {
   for (const CpuExecutor executor : {CpuExecutor::kImmediate, CpuExecutor::kDeferred})
     EXPECT_EQ(run(

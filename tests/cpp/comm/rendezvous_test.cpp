@@ -77,7 +77,7 @@ TEST(Rendezvous, AllLearnWhatAllSaid) {
   }
 }
 
-TEST(Rendezvous, LateRanksAreWaitedForWithProgress) {
+TEST(Rendezvous, F01_LateRanksAreWaitedForWithProgress) {
   std::mutex mutex;
   std::vector<std::string> lines;
   auto first = rank_of(0, 3);
@@ -101,7 +101,7 @@ TEST(Rendezvous, LateRanksAreWaitedForWithProgress) {
   EXPECT_EQ(lines.back(), "rendezvous: 2/3 joined, waiting for rank(s) 2");
 }
 
-TEST(Rendezvous, MissingRanksAreNamedByAll) {
+TEST(Rendezvous, F02_MissingRanksAreNamedByAll) {
   for (const std::string& outcome : meet({rank_of(0, 4, milliseconds(300)), rank_of(2, 4, seconds(20))}))
     expect_text(outcome, "Timeout", {"2/4 joined", "rank(s) 1, 3", "0.3 s"});
 }
@@ -111,7 +111,7 @@ TEST(Rendezvous, TwoProcessesOfOneRank) {
     expect_text(outcome, "InvalidArgument", {"two processes have RANK=0", concat("pid ", getpid())});
 }
 
-TEST(Rendezvous, WorldSizesThatDiffer) {
+TEST(Rendezvous, F03_WorldSizesThatDiffer) {
   for (const std::string& outcome : meet({rank_of(0, 4), rank_of(1, 4), rank_of(2, 4), rank_of(3, 5)}))
     expect_text(outcome, "InvalidArgument", {"WORLD_SIZE differs", "5 on rank 3"});
 }

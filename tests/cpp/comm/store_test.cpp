@@ -147,7 +147,7 @@ TEST(TcpStore, NobodyThere) {
   expect_text(failure_of([&] { TcpStore::connect(options); }), "CommError", {"no-such-host.invalid"});
 }
 
-TEST(TcpStore, WrongSecretIsRefusedAndCounted) {
+TEST(TcpStore, F09_WrongSecretIsRefusedAndCounted) {
   const auto server = TcpStore::serve(at_port(0));
   const auto good = TcpStore::connect(at_port(server->port()));
   for (const char* secret : {"", "hunter3"}) {
@@ -167,7 +167,7 @@ TEST(TcpStore, PortTaken) {
               {concat("127.0.0.1:", server->port()), "Address already in use", "MASTER_PORT"});
 }
 
-TEST(TcpStore, ForeignListenersAreRecognised) {
+TEST(TcpStore, F06_ForeignListenersAreRecognised) {
   const FileDescriptor silent = listen_on("127.0.0.1", 0);  // the kernel accepts for it
   auto options = at_port(port_of(silent));
   options.greeting_limit = milliseconds(200);
@@ -265,7 +265,7 @@ bool is_dropped(const FileDescriptor& socket) {
   return outcome == IoResult::kClosed;
 }
 
-TEST(TcpStore, MalformedFramesCostTheirSenderTheConnection) {
+TEST(TcpStore, F10_MalformedFramesCostTheirSenderTheConnection) {
   const auto server = TcpStore::serve(at_port(0));
   const auto good = TcpStore::connect(at_port(server->port()));
   const auto u32 = [](uint32_t v) {
@@ -290,7 +290,7 @@ TEST(TcpStore, MalformedFramesCostTheirSenderTheConnection) {
   good->set("still", "fine");
 }
 
-TEST(TcpStore, SurvivesNoise) {
+TEST(TcpStore, F10_SurvivesNoise) {
   const auto server = TcpStore::serve(at_port(0));
   const auto good = TcpStore::connect(at_port(server->port()));
   std::mt19937_64 random(3);

@@ -57,7 +57,9 @@ class MessageProcesses : public ::testing::TestWithParam<Kind> {};
 
 TEST_P(MessageProcesses, Conforms) {
   expect_ok(run(GetParam(), comm_options(conformance::kSmallChunk), [](Communicator& comm, RankProcesses&) {
-    conformance::check_everything(comm, *make_cpu_device({}));
+    const auto device = make_cpu_device({});
+    conformance::check_everything(comm, *device);
+    if (GetParam().has_hosts) conformance::check_shared_memory(comm, *device);
   }));
 }
 

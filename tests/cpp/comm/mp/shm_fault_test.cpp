@@ -86,7 +86,7 @@ TEST(ShmFault, F56_ARankIsKilledInAnExchange) {
                 {"rank 1 (host ", concat("pid ", results[1].pid), "the process has ended"});
 }
 
-TEST(ShmFault, KilledRanksAreNamedByAllOthers) {
+TEST(ShmFault, F17_KilledRanksAreNamedByAllOthers) {
   for (const std::vector<int>& victims : {std::vector<int>{2}, std::vector<int>{0}, std::vector<int>{1, 3}}) {
     for (const int signal : {SIGKILL, SIGSEGV}) {
       // Under a sanitizer a crash takes its time to report, so two crashes are not at one moment.
@@ -232,7 +232,7 @@ TEST(ShmFault, MismatchAcrossProcesses) {
                 {"rank 1: broadcast float32[8] root 0; ranks 0, 2, 3: all_reduce float32[4] sum"});
 }
 
-TEST(ShmFault, ARankThatDiesDuringSplitBreaksTheParent) {
+TEST(ShmFault, F18_ARankThatDiesDuringSplitBreaksTheParent) {
   const auto results = run(4, small_chunks(), [](Communicator& comm, RankProcesses&) {
     if (comm.rank() == 3) raise(SIGKILL);
     comm.split(comm.rank() / 2, 0, "half");

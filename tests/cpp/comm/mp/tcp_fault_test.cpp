@@ -98,7 +98,7 @@ int socket_option(int fd, int level, int option) {
 
 bool listens(int fd) { return socket_option(fd, SOL_SOCKET, SO_ACCEPTCONN) == 1; }
 
-TEST(TcpFault, KilledRanksAreNamedByAllOthersInTheSameWords) {
+TEST(TcpFault, F17_KilledRanksAreNamedByAllOthersInTheSameWords) {
   for (const std::vector<int>& victims : {std::vector<int>{2}, std::vector<int>{0}, std::vector<int>{1, 3}}) {
     const auto results = run_endpoints(4, exchange_forever, [&](RankProcesses& ranks) {
       for (int r = 0; r < 4; ++r) ranks.wait_until_ready(r);
@@ -348,7 +348,7 @@ std::vector<RankResult> run_through_proxy(int size, const Proxy::Change& change,
   return ranks.wait(kHung);
 }
 
-TEST(TcpFault, AFlippedBitIsFoundAndTheLinkNamed) {
+TEST(TcpFault, F51_AFlippedBitIsFoundAndTheLinkNamed) {
   const auto flip_at = [](int64_t wanted) {
     return [wanted](char* bytes, size_t num_bytes, int64_t count) {
       if (count <= wanted && wanted < count + static_cast<int64_t>(num_bytes))
@@ -372,7 +372,7 @@ TEST(TcpFault, AFlippedBitIsFoundAndTheLinkNamed) {
   }
 }
 
-TEST(TcpFault, StrangersAtThePortAreRefusedAndCounted) {
+TEST(TcpFault, F10_StrangersAtThePortAreRefusedAndCounted) {
   RankProcesses ranks(3, [](RankProcesses&, Store& store, int rank) {
     std::vector<FileDescriptor> strangers;
     InterceptedStore intercepted(store, [&](const std::string& key, const std::string& value) {
@@ -398,7 +398,7 @@ TEST(TcpFault, StrangersAtThePortAreRefusedAndCounted) {
   expect_ok(ranks.wait(kHung));
 }
 
-TEST(TcpFault, ARankWithAnotherSecretIsRefusedAndTheOthersLearnIt) {
+TEST(TcpFault, F09_ARankWithAnotherSecretIsRefusedAndTheOthersLearnIt) {
   RankProcesses ranks(3, [](RankProcesses&, Store& store, int rank) {
     TcpEndpointOptions options = tcp_options();
     if (rank == 1) options.secret = "hunter3";
@@ -440,7 +440,7 @@ TEST(TcpFault, ARankThatDiesWhileTheLinksAreMade) {
   }
 }
 
-TEST(TcpFault, ARankThatDiesWhileASubgroupIsMade) {
+TEST(TcpFault, F18_ARankThatDiesWhileASubgroupIsMade) {
   const auto results = run_endpoints(4, [](TcpEndpoint& endpoint, RankProcesses&) {
     if (endpoint.rank() == 3) raise(SIGKILL);
     endpoint.make_subgroup({3, 1, 0, 2}, "sub", kLimit);
@@ -449,7 +449,7 @@ TEST(TcpFault, ARankThatDiesWhileASubgroupIsMade) {
     expect_outcome(results[static_cast<size_t>(r)].outcome, "PeerLost: lost rank 3 (host ", {"closed"});
 }
 
-TEST(TcpFault, SubgroupsOfWhichTheMembersDisagree) {
+TEST(TcpFault, F40_SubgroupsOfWhichTheMembersDisagree) {
   const auto results = run_endpoints(2, [](TcpEndpoint& endpoint, RankProcesses&) {
     endpoint.make_subgroup({0, 1}, endpoint.rank() == 0 ? "a" : "b", kLimit);
   });
@@ -535,7 +535,7 @@ bool reset_from_outside(int fd) {
   return status == 0 && info.tcpi_state == TCP_CLOSE;
 }
 
-TEST(TcpFault, AConnectionThatIsResetMidwayIsNamedByItsEnds) {
+TEST(TcpFault, F45_AConnectionThatIsResetMidwayIsNamedByItsEnds) {
   {
     const FileDescriptor listener = listen_on("127.0.0.1", 0);
     const FileDescriptor probe = dial("127.0.0.1", port_of(listener), {.limit = seconds(5)});
