@@ -237,6 +237,7 @@ class Checkpointer:
             when_busy=self.when_busy,
             signals=False,
             timeout_s=self.timeout_s,
+            check_replicas=self._checks_replicas,
         )
         memory._segment, memory._peers = path, peers
         memory._leader = peers.leader if peers is not None else 0
