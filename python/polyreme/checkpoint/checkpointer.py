@@ -362,7 +362,7 @@ class Checkpointer:
             keep=self.keep,
             timeout_s=self.timeout_s,
             segment=self._segment,
-            place=os.path.basename(self.directory) if self._segment else "",
+            place=f"memory-{os.path.basename(self.directory)}" if self._segment else "",
             leader=self._leader,
             kept=self._peers.kept if self._peers is not None else (),
             received=received,
