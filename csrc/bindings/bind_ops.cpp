@@ -110,17 +110,28 @@ std::pair<double, double> time_rule(const World& world, const std::string& rule,
   }
   const Tensor scale = empty(device, DType::kF32, {1}, "scale");
   fill(*stream, scale, 1.0f);
+  const AdamWOptions adam{
+      .lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .step = 3};
+  const Tensor sums = empty(device, DType::kI64, {2, ExactSum::kLimbs}, "sums");
   const auto update = [&] {
-    if (rule == "adamw")
-      return adamw(*stream, t[0], t[1], t[2], t[3], scale,
-                   {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .step = 3});
+    if (rule == "adamw") return adamw(*stream, t[0], t[1], t[2], t[3], scale, adam);
+    if (rule == "lamb") {
+      for (int row = 0; row < 2; ++row)
+        zero_limbs(*stream, sums.slice(0, row, row + 1).view({ExactSum::kLimbs}));
+      lamb_moments(*stream, t[0], t[1], t[2], t[3], scale, adam, sums);
+      return lamb_apply(*stream, t[0], t[2], t[3], sums, scale, adam);
+    }
+    if (rule == "muon") {
+      muon_momentum(*stream, t[1], t[2], scale, 0.95, t[3]);
+      return muon_apply(*stream, t[0], t[3], scale, {.lr = 1e-3, .weight_decay = 0.1, .factor = 1.0});
+    }
     if (rule == "sgd")
       return sgd(*stream, t[0], t[1], t[2], scale,
                  {.lr = 1e-3, .momentum = 0.9, .weight_decay = 0.1, .first_step = false});
     if (rule == "lion")
       return lion(*stream, t[0], t[1], t[2], scale,
                   {.lr = 1e-3, .beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1});
-    throw InvalidArgument(concat("time_rule: rule '", rule, "'; expected adamw, sgd or lion"));
+    throw InvalidArgument(concat("time_rule: rule '", rule, "'; expected adamw, sgd, lion, lamb or muon"));
   };
   const auto seconds = [&](const auto& operation) {
     const int64_t start = FlightRecorder::now_ns();

@@ -3,7 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/interruptible.h"
-#include "mesh/world.h"
+#include "mesh/dry_world.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -106,7 +106,7 @@ void bind_world(py::module_& m) {
   m.def(
       "make_world",
       [](int rank, int size, const std::string& master_addr, int master_port, int store_fd,
-         const std::string& secret, const std::string& job_id, const std::string& transport,
+         const std::string& secret, const std::string& job_id, const std::string& transport, bool fast_sums,
          const std::string& interface, double init_timeout_s, double timeout_s, double greeting_limit_s,
          double heartbeat_s, double peer_timeout_s, const std::string& record_dir, int num_threads,
          const std::string& isa, const std::string& executor, uint64_t schedule_seed,
@@ -119,6 +119,7 @@ void bind_world(py::module_& m) {
                                    .secret = secret,
                                    .job_id = job_id,
                                    .transport = transport,
+                                   .reduce_mode = fast_sums ? ReduceMode::kFast : ReduceMode::kOrdered,
                                    .interface = interface,
                                    .init_timeout = milliseconds(init_timeout_s),
                                    .timeout = milliseconds(timeout_s),
@@ -136,9 +137,18 @@ void bind_world(py::module_& m) {
         return make_world(options).release();
       },
       py::return_value_policy::take_ownership, py::kw_only(), "rank"_a, "size"_a, "master_addr"_a,
-      "master_port"_a, "store_fd"_a, "secret"_a, "job_id"_a, "transport"_a, "interface"_a, "init_timeout_s"_a,
-      "timeout_s"_a, "greeting_limit_s"_a, "heartbeat_s"_a, "peer_timeout_s"_a, "record_dir"_a,
-      "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a, "progress"_a);
+      "master_port"_a, "store_fd"_a, "secret"_a, "job_id"_a, "transport"_a, "fast_sums"_a, "interface"_a,
+      "init_timeout_s"_a, "timeout_s"_a, "greeting_limit_s"_a, "heartbeat_s"_a, "peer_timeout_s"_a,
+      "record_dir"_a, "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a, "progress"_a);
+  m.def(
+      "make_dry_world",
+      [](int rank, int size) {
+        const auto traffic = std::make_shared<Traffic>();
+        return py::make_tuple(
+            py::cast(make_dry_world(rank, size, traffic).release(), py::return_value_policy::take_ownership),
+            py::cpp_function([traffic] { return *traffic; }));
+      },
+      py::kw_only(), "rank"_a, "size"_a);
   m.def(
       "make_local_worlds",
       [](int size, int num_threads, const std::string& isa, const std::string& executor,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <numeric>
 
 #include "base/hash.h"
 #include "base/math.h"
@@ -76,10 +77,9 @@ std::unique_ptr<TensorParallel> tensor_parallel(const Model& model, const Mesh& 
   require(model.lanes.size == size, "the model was built for tp=", model.lanes.size,
           ", the mesh has tp=", size, "; build it for the mesh");
   if (lanes == 1) return nullptr;
-  const std::string& rule = options.optimizer.rule;
   require<NotAvailable>(
-      rule != "lamb" && rule != "muon", "optimizer '", rule, "' with lanes.tp=", lanes,
-      ": this version has no norms or matrices over parts of a parameter; use adamw, sgd or lion,"
+      options.optimizer.rule != "muon", "optimizer 'muon' with lanes.tp=", lanes,
+      ": it orthogonalizes whole matrices, of which tp has parts; use adamw, sgd, lion or lamb,"
       " or tp=1 and lanes.tp=1");
   return std::make_unique<TensorParallel>(mesh.group({"tp"}), lanes);
 }
@@ -117,6 +117,13 @@ std::vector<int> chunk_of_params(const StagePart& part) {
   return chunks;
 }
 
+ParamParts parts_of_params(const StagePart& part, const TensorParallel* tp) {
+  if (!tp) return {};
+  ParamParts parts{.whole = part.whole, .group = &tp->group()};
+  for (const ParamSpec& spec : part.registry.specs()) parts.is_part.push_back(is_cut(spec, "tp"));
+  return parts;
+}
+
 // Chunks that use a shared parameter do not visit its unit.
 UnitPlan shared_kept_whole(UnitPlan plan, const StagePart& part) {
   for (const SharedParam& shared : part.shared)
@@ -151,7 +158,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
               options_.loss_scale.dynamic || options_.max_skipped != 0, part_),
       optimizer_(make_optimizer(*stream_, plan_.map, groups_.shard_rank(),
                                 groups_.num_shards() > 1 ? &groups_.shard() : nullptr,
-                                options_of(part_, options_.optimizer))),
+                                options_of(part_, options_.optimizer), parts_of_params(part_, tp_.get()))),
       loss_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "loss sum")),
       square_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "squared gradient sum")),
       clip_scale_(empty(device, DType::kF32, {1}, "clip scale")),
@@ -252,27 +259,61 @@ std::vector<MicroRange> Engine::micro_ranges() const {
   const int64_t micro_batch = options_.micro_batch;
   // Samples of every lane between two reductions.
   const int64_t window = options_.zero.round_first ? micro_batch : lane_samples;
+  const int64_t per_lane = ceil_div(lane_samples, micro_batch);
   std::vector<MicroRange> ranges;
   for (int64_t first = 0; first < lane_samples; first += window) {
     for (int64_t lane = 0; lane < local_lanes; ++lane) {
       const int64_t lane_begin = lane * lane_samples;
       const int64_t end = lane_begin + std::min(first + window, lane_samples);
       for (int64_t begin = lane_begin + first; begin < end; begin += micro_batch)
-        ranges.push_back({begin, std::min(begin + micro_batch, end),
-                          /*completes_lane=*/begin + micro_batch >= end});
+        ranges.push_back({.begin = begin,
+                          .end = std::min(begin + micro_batch, end),
+                          .number = lane * per_lane + (begin - lane_begin) / micro_batch,
+                          .completes_lane = begin + micro_batch >= end});
     }
   }
   return ranges;
 }
 
-void Engine::run_lanes(const DeviceBatch& batch, float loss_scale) {
+void Engine::check_lengths(const HostBatch& batch, const std::vector<MicroRange>& ranges) const {
+  if (batch.lengths.empty()) return;
+  require(batch.lengths.size() == ranges.size(), "the batch has ", batch.lengths.size(),
+          " micro-batches; this rank expects ", ranges.size(), ": ", local_batch(), " samples, up to ",
+          options_.micro_batch, " each, by lanes");
+  for (const int64_t length : batch.lengths)
+    require(length >= 1 && length <= batch.seq_len, "a micro-batch of ", length,
+            " tokens a sample; expected 1 to ", batch.seq_len);
+}
+
+std::vector<DeviceBatch> Engine::upload_parts(const HostBatch& batch, const std::vector<MicroRange>& ranges,
+                                              std::vector<HostBatch>* kept) {
+  if (batch.lengths.empty()) {
+    kept->push_back(tp_ ? padded(batch, model_.lanes.lanes) : batch);
+  } else {
+    kept->resize(ranges.size());
+    for (const MicroRange& range : ranges) {
+      const auto number = static_cast<size_t>(range.number);
+      HostBatch part = part_of(batch, range.begin, range.end, batch.lengths[number]);
+      (*kept)[number] = tp_ ? padded(part, model_.lanes.lanes) : std::move(part);
+    }
+  }
+  std::vector<DeviceBatch> uploaded;
+  for (const HostBatch& part : *kept) uploaded.push_back(upload(*stream_, part));
+  return uploaded;
+}
+
+void Engine::run_lanes(const std::vector<MicroRange>& ranges, const std::vector<DeviceBatch>& batches,
+                       float loss_scale) {
   const auto context_of = [&](const MicroRange& range) {
-    Context context = make_context(batch, range.begin, range.end, dp_rank_ * local_batch() + range.begin,
-                                   /*training=*/true);
+    const int64_t first_sample = dp_rank_ * local_batch() + range.begin;
+    const bool is_whole = batches.size() == 1;
+    Context context = is_whole
+                          ? make_context(batches[0], range.begin, range.end, first_sample, /*training=*/true)
+                          : make_context(batches[static_cast<size_t>(range.number)], 0,
+                                         range.end - range.begin, first_sample, /*training=*/true);
     context.loss_scale = loss_scale;
     return context;
   };
-  const std::vector<MicroRange> ranges = micro_ranges();
   params_.grads.begin_step();
   if (pipeline_) {
     pipeline_->train({.micro_batches = ranges, .context = context_of});
@@ -321,7 +362,7 @@ StepStats Engine::skip_step(StepStats stats) {
 }
 
 double Engine::read_sum(const Tensor& limbs) {
-  ExactSum::Limbs values;
+  ExactSum::Limbs values{};
   copy_to_host(*stream_, limbs, values.data());
   stream_->synchronize();
   return ExactSum(values).value();
@@ -333,32 +374,44 @@ StepStats Engine::train_step(const HostBatch& batch, double lr) {
 
 StepStats Engine::train_step(const HostBatch& batch, double lr, const std::string& source,
                              std::exception_ptr refusal) {
+  const std::vector<MicroRange> ranges = micro_ranges();
   try {
     if (!refusal) {
       require(batch.num_samples == local_batch(), "the batch has ", batch.num_samples,
               " samples; this rank expects ", local_batch(), " (global_batch=", options_.global_batch,
               " over dp=", dp_.size(), ")");
       check_batch(model_, batch, /*needs_targets=*/true);
+      check_lengths(batch, ranges);
       require(std::isfinite(static_cast<float>(lr)) && lr >= 0, "learning rate ", lr,
               "; expected a finite number (in fp32), 0 or more");
     }
   } catch (const InvalidArgument&) {
     refusal = std::current_exception();
   }
-  const int64_t valid =
-      agree_everywhere({{"learning rate", std::bit_cast<int64_t>(lr), concat(lr)},
-                        fact("number of steps so far", applied_steps_),
-                        {"loss scale", std::bit_cast<int64_t>(scaler_.scale()), concat(scaler_.scale())},
-                        fact("seq_len", batch.seq_len),
-                        fact("source of samples", source)},
-                       refusal, count_valid(batch), {fact("batch", content_of(batch))});
+  const int64_t valid = agree_everywhere(
+      {{"learning rate", std::bit_cast<int64_t>(lr), concat(lr)},
+       fact("number of steps so far", applied_steps_),
+       {"loss scale", std::bit_cast<int64_t>(scaler_.scale()), concat(scaler_.scale())},
+       fact("seq_len", batch.seq_len),
+       fact("whether micro-batches have lengths of their own", batch.lengths.empty() ? 0 : 1),
+       fact("source of samples", source)},
+      refusal, count_valid(batch), {fact("batch", content_of(batch))});
   const WaitAtExit wait(*stream_), wait_background(background());
-  const HostBatch stretched = tp_ ? padded(batch, model_.lanes.lanes) : HostBatch();
-  const DeviceBatch on_device = upload(*stream_, tp_ ? stretched : batch);
+  int64_t tokens = options_.global_batch * batch.seq_len;
+  if (!batch.lengths.empty()) {
+    tokens = 0;
+    for (const MicroRange& range : ranges)
+      tokens += (range.end - range.begin) * batch.lengths[static_cast<size_t>(range.number)];
+    const std::vector<int64_t> all = gather_values(dp_, *stream_, {tokens});
+    tokens = std::accumulate(all.begin(), all.end(), int64_t{0});
+  }
+  std::vector<HostBatch> kept;
+  const std::vector<DeviceBatch> on_device = upload_parts(batch, ranges, &kept);
   zero_limbs(*stream_, loss_sum_);
   const double loss_scale = scaler_.scale();
   grad_scale_ = loss_scale;
-  run_lanes(on_device, valid == 0 ? 0.0f : static_cast<float>(loss_scale / static_cast<double>(valid)));
+  run_lanes(ranges, on_device,
+            valid == 0 ? 0.0f : static_cast<float>(loss_scale / static_cast<double>(valid)));
   dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   sum_along_pp(loss_sum_);
   measure_gradient();
@@ -372,9 +425,13 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
   const double norm = std::sqrt(read_sum(square_sum_)) / loss_scale;
   background().synchronize();  // a gather that failed
-  const StepStats stats{loss, norm, options_.global_batch * batch.seq_len, valid, loss_scale};
+  StepStats stats{loss, norm, tokens, valid, loss_scale};
   if (!std::isfinite(norm) || !std::isfinite(loss)) return skip_step(stats);
-  if (valid == 0) return stats;
+  if (valid == 0) {
+    stats.skipped = true;
+    ++skipped_steps_;
+    return stats;
+  }
   ++applied_steps_;
   skipped_in_a_row_ = 0;
   optimizer_->applied();

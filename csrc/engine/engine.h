@@ -59,8 +59,8 @@ struct StepStats {
   int64_t tokens = 0;    // of the global batch, ignored ones included
   int64_t valid_tokens = 0;
   double loss_scale = 1;   // the factor of this step's loss; loss and grad_norm are without it
-  bool skipped = false;    // not finite: weights, optimizer and counters are as before
-  std::string not_finite;  // which parameter and rank it was, if skipped
+  bool skipped = false;    // not finite, or no valid token: weights, optimizer and counters are as before
+  std::string not_finite;  // which parameter and rank it was, if skipped for that
 };
 
 // Trains a model on one rank of a mesh: forward, backward, sum over lanes, clip, update. Calls are
@@ -137,7 +137,14 @@ class Engine {
                        std::exception_ptr refusal);
   Context make_context(const DeviceBatch& batch, int64_t begin, int64_t end, int64_t first_sample,
                        bool training) const;
-  void run_lanes(const DeviceBatch& batch, float loss_scale);
+  void run_lanes(const std::vector<MicroRange>& ranges, const std::vector<DeviceBatch>& batches,
+                 float loss_scale);
+  // `batch` in device memory: whole, or micro-batch by micro-batch where their lengths differ. `kept`: the
+  // host memory that must live until it is there.
+  std::vector<DeviceBatch> upload_parts(const HostBatch& batch, const std::vector<MicroRange>& ranges,
+                                        std::vector<HostBatch>* kept);
+  // Throws InvalidArgument unless there is a length for each of them.
+  void check_lengths(const HostBatch& batch, const std::vector<MicroRange>& ranges) const;
   // This rank's batch, lane by lane or round by round.
   std::vector<MicroRange> micro_ranges() const;
   // Their losses are added to loss_sum_.

@@ -215,11 +215,12 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
                                                                 .rank = options.rank,
                                                                 .world_size = options.size,
                                                                 .job_id = options.job_id});
-  const CommOptions comm{.timeout = options.timeout, .journal = journal};
+  const CommOptions comm{.timeout = options.timeout, .reduce_mode = options.reduce_mode, .journal = journal};
   if (options.size == 1)
     return std::make_unique<World>(std::make_shared<MemoryStore>(), make_cpu_device(options.device),
                                    std::move(make_local_communicators(1, comm).front()),
                                    std::vector<std::string>{"localhost"}, journal);
+  const std::string sums = options.reduce_mode == ReduceMode::kOrdered ? "ordered" : "fast";
   const Isa best =
       isa_from_name(options.device.isa);  // throws for what this CPU lacks, before anybody is met
   std::unique_ptr<TcpStore> store = join_store(options);
@@ -230,11 +231,13 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
                                                                          {"best_isa", isa_name(best)},
                                                                          {"domain", shared_memory_domain()},
                                                                          {"process", process_text()},
-                                                                         {"transport", options.transport}},
+                                                                         {"transport", options.transport},
+                                                                         {"sums", sums}},
                                                               .limit = options.init_timeout,
                                                               .progress = options.progress});
   require_same_field(records, "version");
   require_same_field(records, "transport");
+  require_same_field(records, "sums");
   CpuDeviceOptions device = options.device;
   device.isa = common_isa(records);
   // Before the group is opened, where ranks may have to wait for one that has died.

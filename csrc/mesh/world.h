@@ -26,6 +26,8 @@ struct WorldOptions {
   // "auto": shared memory between ranks of one host, TCP between hosts. "shm", "tcp" or "mpi": that alone.
   // The same on all ranks.
   std::string transport = "auto";
+  // See ReduceMode; the same on all ranks.
+  ReduceMode reduce_mode = ReduceMode::kOrdered;
   std::string interface;  // see TcpEndpointOptions
   std::chrono::milliseconds init_timeout{std::chrono::minutes(5)};
   std::chrono::milliseconds timeout{std::chrono::minutes(10)};  // of one collective among live ranks

@@ -222,9 +222,12 @@ void LaneHead::backward_weight(const Context& context, Saved& saved) const {
   if (!context.params.is_trainable(weight_)) return;
   const Tensor& all = saved.tensors[0];
   const Tensor& dy = saved.tensors[1];
-  for (int64_t lane = 0; lane < context.tp->lanes().count; ++lane)
-    gemm(context.stream, dy.slice(0, lane, lane + 1).view({all.size(0), part_}).transpose(0, 1), all,
-         context.of_lane(lane).grad(weight_), /*accumulate=*/true, {}, /*k_unit=*/context.batch.seq_len());
+  for (int64_t lane = 0; lane < context.tp->lanes().count; ++lane) {
+    bool adds = true;
+    const Tensor grad = context.of_lane(lane).grad_to_write(weight_, &adds);
+    gemm(context.stream, dy.slice(0, lane, lane + 1).view({all.size(0), part_}).transpose(0, 1), all, grad,
+         /*accumulate=*/adds, {}, /*k_unit=*/context.batch.seq_len());
+  }
 }
 
 Cost LaneHead::cost(int64_t num_samples, int64_t own_tokens) const {

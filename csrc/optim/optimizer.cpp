@@ -73,7 +73,8 @@ class Lion final : public RuleBase {
 }  // namespace
 
 std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const ShardMap& map, int64_t shard,
-                                          Communicator* shard_group, const OptimizerOptions& options) {
+                                          Communicator* shard_group, const OptimizerOptions& options,
+                                          const ParamParts& parts) {
   require(map.num_shards() == 1 || shard_group != nullptr, "an optimizer of ", map.num_shards(),
           " shards needs the group of the ranks that hold them");
   if (options.rule == "adamw") return std::make_unique<AdamW>(stream, map, shard, options);
@@ -83,7 +84,7 @@ std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const ShardMap& map, i
                         "offload with ", options.rule,
                         ", which reads its state more than once in an update: this version offloads ",
                         "the state of adamw, sgd and lion; use one of them, or offload=False");
-  if (options.rule == "lamb") return make_lamb(stream, map, shard, shard_group, options);
+  if (options.rule == "lamb") return make_lamb(stream, map, shard, shard_group, options, parts);
   if (options.rule == "muon") return make_muon(stream, map, shard, shard_group, options);
   throw InvalidArgument(
       concat("unknown optimizer rule '", options.rule, "'; expected adamw, sgd, lion, lamb or muon"));

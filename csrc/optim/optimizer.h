@@ -30,6 +30,15 @@ struct OptimizerOptions {
   bool offload = false;
 };
 
+// Where parameters are parts of larger ones, which tensor parallelism cuts: what a rule that needs norms of
+// whole ones adds up.
+struct ParamParts {
+  std::vector<int> whole;        // per parameter: whose part it is; the same number, the same one
+  std::vector<uint8_t> is_part;  // per parameter: 0: it is a whole one
+  Communicator* group =
+      nullptr;  // ranks that have the other parts; alike on them: numbers and order of `whole`
+};
+
 struct OptimizerStep {
   double lr = 0;
   Tensor scale;  // one fp32 element, multiplies the gradients; where it is NaN nothing changes
@@ -77,7 +86,8 @@ class Optimizer {
 // or constants out of range, naming them; NotAvailable for a rule that needs its state on the device, or a
 // device that cannot reach the host's memory.
 std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const ShardMap& map, int64_t shard,
-                                          Communicator* shard_group, const OptimizerOptions& options);
+                                          Communicator* shard_group, const OptimizerOptions& options,
+                                          const ParamParts& parts = {});
 
 // All constants in words, to be compared between ranks.
 std::string describe(const OptimizerOptions& options);

@@ -64,7 +64,8 @@ class RuleBase : public Optimizer {
 
 // The rules that need whole parameters, in whole_param_rules.cpp.
 std::unique_ptr<Optimizer> make_lamb(Stream& stream, const ShardMap& map, int64_t shard,
-                                     Communicator* shard_group, const OptimizerOptions& options);
+                                     Communicator* shard_group, const OptimizerOptions& options,
+                                     const ParamParts& parts);
 std::unique_ptr<Optimizer> make_muon(Stream& stream, const ShardMap& map, int64_t shard,
                                      Communicator* shard_group, const OptimizerOptions& options);
 

@@ -1,6 +1,7 @@
 // Rules whose update of an element depends on the whole parameter, of which a rank has a part.
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "ops/update.h"
 #include "optim/rule_base.h"
@@ -18,17 +19,30 @@ AdamWOptions adamw_options(const OptimizerOptions& options, double lr, double we
 }
 
 // The norms of a parameter and of its direction are exact sums, whose order does not matter: ranks add those
-// of their parts.
+// of their parts. A row of sums for each whole parameter, those that have parts elsewhere first.
 class Lamb final : public RuleBase {
  public:
   Lamb(Stream& stream, const ShardMap& map, int64_t shard, Communicator* group,
-       const OptimizerOptions& options)
+       const OptimizerOptions& options, const ParamParts& parts)
       : RuleBase(map, shard, options),
         group_(group),
+        parts_group_(parts.group),
         m_(add_state(stream, "exp_avg")),
         v_(add_state(stream, "exp_avg_sq")) {
     check_betas("LAMB", options);
     check_eps("LAMB", options);
+    std::map<int, int64_t> rows;  // by whole parameter
+    row_of_.resize(static_cast<size_t>(map.num_params()));
+    for (const bool of_parts : {true, false}) {
+      for (size_t param = 0; param < row_of_.size(); ++param) {
+        const bool is_part = !parts.is_part.empty() && parts.is_part[param] != 0;
+        if (is_part != of_parts) continue;
+        const int whole = parts.whole.empty() ? static_cast<int>(param) : parts.whole[param];
+        row_of_[param] = rows.emplace(whole, static_cast<int64_t>(rows.size())).first->second;
+      }
+      if (of_parts) num_part_rows_ = static_cast<int64_t>(rows.size());
+    }
+    num_rows_ = static_cast<int64_t>(rows.size());
   }
 
   void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
@@ -40,11 +54,12 @@ class Lamb final : public RuleBase {
             adamw_options(options(), run.lr, 0.0, run.step));
 
     const std::vector<Run> adapted = runs(step, decays, /*merged=*/false);
-    const Tensor sums = empty(stream.device(), DType::kI64, {map().num_params(), 2, ExactSum::kLimbs},
-                              "squared norms of parameters");
+    const Tensor sums =
+        empty(stream.device(), DType::kI64, {num_rows_, 2, ExactSum::kLimbs}, "squared norms of parameters");
     zero(stream, sums);
     const auto sums_of = [&](int param) {
-      return sums.slice(0, param, param + 1).view({2, ExactSum::kLimbs});
+      const int64_t row = row_of_[static_cast<size_t>(param)];
+      return sums.slice(0, row, row + 1).view({2, ExactSum::kLimbs});
     };
     const auto constants = [&](const Run& run) {
       return adamw_options(options(), run.lr, run.weight_decay, run.step);
@@ -54,6 +69,8 @@ class Lamb final : public RuleBase {
                    constants(run), sums_of(run.param));
     if (group_ != nullptr && map().num_shards() > 1)
       group_->all_reduce(sums, ReduceOp::kSum, stream)->wait_on(stream);
+    if (parts_group_ != nullptr && num_part_rows_ > 0)
+      parts_group_->all_reduce(sums.slice(0, 0, num_part_rows_), ReduceOp::kSum, stream)->wait_on(stream);
     for (const Run& run : adapted)
       lamb_apply(stream, run.part(weights), run.part(m_), run.part(v_), sums_of(run.param), step.scale,
                  constants(run));
@@ -66,7 +83,9 @@ class Lamb final : public RuleBase {
       zero_limbs(stream, rows.slice(0, row, row + 1).view({ExactSum::kLimbs}));
   }
 
-  Communicator* group_;
+  Communicator *group_, *parts_group_;
+  std::vector<int64_t> row_of_;  // by parameter
+  int64_t num_part_rows_ = 0, num_rows_ = 0;
   const std::vector<Tensor>& m_;
   const std::vector<Tensor>& v_;
 };
@@ -148,8 +167,9 @@ class Muon final : public RuleBase {
 }  // namespace
 
 std::unique_ptr<Optimizer> make_lamb(Stream& stream, const ShardMap& map, int64_t shard,
-                                     Communicator* shard_group, const OptimizerOptions& options) {
-  return std::make_unique<Lamb>(stream, map, shard, shard_group, options);
+                                     Communicator* shard_group, const OptimizerOptions& options,
+                                     const ParamParts& parts) {
+  return std::make_unique<Lamb>(stream, map, shard, shard_group, options, parts);
 }
 
 std::unique_ptr<Optimizer> make_muon(Stream& stream, const ShardMap& map, int64_t shard,

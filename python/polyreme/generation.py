@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from .checks import MAX_SEED, check_int, check_number, check_type
-from .errors import InvalidArgument
+from .errors import InvalidArgument, NumericError
 from .trainer import Trainer
 
 __all__ = ["generate"]
@@ -22,13 +22,17 @@ def generate(
     top_k: int = 40,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Yields `num_tokens` tokens that continue `prompt`. Not collective: call it on one rank.
+    """Yields `num_tokens` tokens that continue `prompt`; the same on every rank that has the same arguments.
+
+    Collective where `Trainer.logits` is: along tp and pp, and with zero=3, all ranks iterate it to the end. Otherwise
+    one rank may call it alone.
 
     Each token is drawn from the `top_k` likeliest at `temperature` (0: always the likeliest). Past
     the model's seq_len the oldest tokens are forgotten.
 
     Raises:
         InvalidArgument: an empty prompt, or arguments out of range.
+        NumericError: the model's scores are not finite.
     """
     check_type("generate: trainer", trainer, Trainer, "a polyreme.Trainer")
     if len(prompt) == 0:
@@ -47,6 +51,10 @@ def _continue(
     for _ in range(num_tokens):
         window = context[-trainer.model.seq_len :]
         scores = trainer.logits([window])[0, -1].astype(np.float64)
+        if not np.isfinite(scores).all():
+            raise NumericError(
+                f"generate: scores after {len(context)} tokens are not finite; look at the weights and the loss"
+            )
         if temperature == 0:
             token = int(scores.argmax())
         else:

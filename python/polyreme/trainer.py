@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _core, optim
+from .batch import joined_batch, token_array
 from .checkpoint import Checkpointer, Restored
 from .checkpoint.training import TrainerState
 from .checks import MAX_SEED, check_int, check_number, check_type
@@ -42,8 +43,9 @@ class StepStats:
     grad_norm: 2-norm of the whole gradient before clipping.
     lr: learning rate that was applied, or would have been.
     loss_scale: factor of the loss in this step; loss and grad_norm are without it.
-    skipped: the gradient or the loss was not finite, and nothing has changed; `step` has not advanced.
-    not_finite: where `skipped`, the first parameter and the first rank with such a gradient.
+    skipped: the gradient or the loss was not finite, or no token of the batch had a target; nothing has changed, and
+        `step` has not advanced.
+    not_finite: where `skipped` for that, the first parameter and the first rank with such a gradient.
     tokens: of the global batch. valid_tokens: those with a target.
     mfu: model FLOPs per second over the measured rate (`Trainer.peak_flops`), or None.
     validation_loss: where `fit` evaluated after this step, else None.
@@ -81,7 +83,8 @@ class Trainer:
             Default with pp > 1: one_f_one_b. The layers are dealt out by cost.
         split: instead, the number of the model's blocks in each chunk of the pipeline, such as [7, 5].
         clip_norm: limit of the gradient's 2-norm, or None.
-        lanes: where sums may be cut (see Lanes); equal lanes, equal bits on every layout.
+        lanes: where sums may be cut (see Lanes); equal lanes, equal bits on every layout. Several lanes of tp, which
+            tp > 1 has by default, must divide the model's heads, MLP and seq_len.
         seed: initial weights, dropout and the order of samples.
         zero: what the ranks of dp divide among them (see Zero), the same bits in every stage. 0: nothing. 1: the
             optimizer state; 8 / dp instead of 8 bytes per parameter with AdamW, the same traffic. 2: gradients
@@ -157,10 +160,12 @@ class Trainer:
         self.global_batch = global_batch
         self.seed = seed
         self.precision = precision
+        self._micro_batch = micro_batch
+        self.zero = zero
         self.check_every = check_int("check_every", check_every, 0)
         self.frozen = _matching(self.parameter_names(), frozen)
         self.peak_flops: float | None = None
-        lists = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
+        self.schedule = lists = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
         self._engine = _core.Engine(
             mesh.world._core,
             mesh._core,
@@ -217,32 +222,51 @@ class Trainer:
         """Elements of all parameters; tied ones count once."""
         return self._engine.num_parameters
 
-    def step(self, tokens: ArrayLike, targets: ArrayLike) -> StepStats:
+    def step(
+        self, tokens: ArrayLike | Sequence[ArrayLike], targets: ArrayLike | Sequence[ArrayLike]
+    ) -> StepStats:
         """One update on the caller's own batch.
 
         Args:
             tokens: int [global_batch / dp, seq_len]: the part of the global batch at this rank's place along
-                dp, seq_len up to the model's.
+                dp, seq_len up to the model's. Or a list of this rank's micro-batches in order, int
+                [micro_batch, seq_len of its own]; every rank of dp may have other lengths. A lane's last one has
+                what is left of its samples.
             targets: same shape; -100 marks tokens that do not count.
 
         Raises:
             InvalidArgument: wrong shape or a token outside the vocabulary; nothing has changed.
             NumericError: the gradient is not finite; weights and optimizer are as before.
+
+        Example:
+            >>> trainer.step([short_tokens, long_tokens], [short_targets, long_targets])  # doctest: +SKIP
         """
         lr = self.optimizer.lr_at(self.applied_steps + 1)
         start = self._begin()
+        lengths: list[int] = []
+        given: tuple[Any, Any] = (tokens, targets)
         try:
-            arrays = _token_array(tokens, "tokens"), _token_array(targets, "targets")
+            if isinstance(tokens, (list, tuple)) and tokens and np.ndim(tokens[0]) == 2:
+                *joined, lengths = joined_batch(tokens, targets, self.model.seq_len, self._micro_rows())
+                given = (joined[0], joined[1])
+            arrays = token_array(given[0], "tokens"), token_array(given[1], "targets")
         except InvalidArgument:
             nothing = np.zeros((0, 0), np.int32)
             with contextlib.suppress(InvalidArgument):
                 self._engine.train_batch(nothing, nothing, lr)  # which it refuses, on all ranks
             raise
-        raw = self._engine.train_batch(*arrays, lr)
+        raw = self._engine.train_batch(*arrays, lr, lengths)
         seconds = time.perf_counter() - start
         if not self._compared_batches:
             self._warn_of_equal_batches(*arrays)
         return self._stats(raw, lr, seconds)
+
+    def _micro_rows(self) -> list[int]:
+        """Samples of each of this rank's micro-batches, in order."""
+        lanes = self.lanes.dp or 1
+        samples = self.global_batch // lanes
+        sizes = [min(self._micro_batch, samples - begin) for begin in range(0, samples, self._micro_batch)]
+        return sizes * (lanes // self.mesh.size("dp"))
 
     def _warn_of_equal_batches(self, tokens: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Of the first step alone: a loader that gives several ranks the same samples is one from the start."""
@@ -409,16 +433,16 @@ class Trainer:
     def logits(self, tokens: ArrayLike) -> NDArray[np.float32]:
         """Scores [num_samples, seq_len, vocab] of this rank's own tokens, which may be none.
 
-        Collective along pp, where all stages give the same tokens, and with zero=3, where the ranks gather weights together; local otherwise.
+        Collective along pp and tp, whose ranks give the same tokens, and with zero=3, where the ranks gather weights together; local otherwise.
         """
-        return self._engine.logits(_token_array(tokens, "tokens"))
+        return self._engine.logits(token_array(tokens, "tokens"))
 
     def parameter(self, name: str) -> NDArray[np.float32]:
-        """A copy of a parameter as the model reads it, in fp32. Collective along pp, and with zero=3."""
+        """A copy of a parameter as the model reads it, in fp32. Collective along pp and tp, and with zero=3."""
         return self._engine.read_param(name, "weight")
 
     def master_parameter(self, name: str) -> NDArray[np.float32]:
-        """A copy of a parameter as the optimizer updates it, in fp32. Collective along pp, and from zero=1 on."""
+        """A copy of a parameter as the optimizer updates it, in fp32. Collective along pp and tp, and from zero=1 on."""
         return self._engine.read_param(name, "master")
 
     def set_parameter(self, name: str, values: ArrayLike) -> None:
@@ -436,11 +460,11 @@ class Trainer:
         self._engine.write_param(name, array)
 
     def gradient(self, name: str) -> NDArray[np.float32]:
-        """The gradient of the last step, over all ranks, before clipping. Collective along pp, and unless zero=0."""
+        """The gradient of the last step, over all ranks, before clipping. Collective along pp and tp, and unless zero=0."""
         return self._engine.read_param(name, "grad")
 
     def optimizer_state(self, name: str, kind: str) -> NDArray[np.float32]:
-        """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective along pp, and unless
+        """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective along pp and tp, and unless
         zero=0.
         """
         return self._engine.read_param(name, kind)
@@ -516,14 +540,3 @@ def _matching(names: list[str], patterns: Sequence[str]) -> frozenset[str]:
         if not fnmatch.filter(names, pattern):
             raise InvalidArgument(f"frozen: no parameter matches {pattern!r}; names are like {names[0]!r}")
     return frozenset(name for name in names for pattern in patterns if fnmatch.fnmatchcase(name, pattern))
-
-
-def _token_array(values: ArrayLike, what: str) -> NDArray[np.int32]:
-    array = np.asarray(values)
-    if array.ndim != 2 or array.dtype.kind not in "iu":
-        raise InvalidArgument(
-            f"{what} are {array.dtype}{list(array.shape)}; expected integers of shape [num_samples, seq_len]"
-        )
-    if array.size and (int(array.max()) > 2**31 - 1 or int(array.min()) < -(2**31)):
-        raise InvalidArgument(f"{what} have values outside 32 bits: {array.min()} to {array.max()}")
-    return np.ascontiguousarray(array, dtype=np.int32)

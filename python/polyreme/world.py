@@ -113,6 +113,7 @@ def init(
     isa: str = "auto",
     executor: str = "immediate",
     transport: str | None = None,
+    sums: str = "ordered",
     interface: str | None = None,
     timeout_s: float = 600.0,
     init_timeout_s: float = 300.0,
@@ -133,6 +134,9 @@ def init(
         transport: "auto": shared memory between the ranks of a host, TCP between hosts; "shm", "tcp" or
             "mpi" (Open MPI, in a job of mpirun): that alone. Default POLYREME_TRANSPORT, or "auto". Does not
             change the bits.
+        sums: "ordered": the terms of a reduction are added in one tree, the same bits on every transport and layout.
+            "fast": as the transport likes best; the bits may depend on it and on the number of ranks. Shared memory,
+            TCP and MPI add in order either way, at no cost; NCCL's own collectives are what differs.
         interface: name or address of the network interface over which the other hosts reach this one;
             default POLYREME_INTERFACE, or the one that leads to rank 0.
         timeout_s: limit of one collective among live ranks.
@@ -167,6 +171,8 @@ def init(
     }
     for name, value in texts.items():
         check_type(f"init: {name}", value, str, "a text")
+    if sums not in ("ordered", "fast"):
+        raise InvalidArgument(f"init: sums={sums!r}; expected 'ordered' or 'fast'")
     heartbeat_s = check_number("init: heartbeat_s", heartbeat_s, 0.001, MAX_TIMEOUT_S)
     peer_timeout_s = check_number("init: peer_timeout_s", peer_timeout_s, 2 * heartbeat_s, MAX_TIMEOUT_S)
     if record_dir is None:
@@ -186,6 +192,7 @@ def init(
             secret=meeting.secret,
             job_id=meeting.job_id,
             transport=transport,
+            fast_sums=sums == "fast",
             interface=interface,
             init_timeout_s=left_s,
             timeout_s=timeout_s,

@@ -165,6 +165,17 @@ def test_step_against_data_parallel_torch():
         assert result["memory_ratio"][name] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.torch
+def test_step_against_torch_pipelining():
+    import reference  # noqa: F401  (skips where PyTorch is missing)
+
+    more = ["--axis", "pp", "--batch", 2, "--micro-batch", 1, "--steps", 1, "--against", "torch-pipelining"]
+    result = bench("step", *more)
+    losses = {name: run["loss"] for name, run in result["runs"].items()}
+    assert losses["torch-pipelining"] == pytest.approx(losses["polyreme"], rel=1e-4)
+
+
 def test_other_mathematics_is_told(monkeypatch):
     answers = {"polyreme": 4.0, "torch": 4.1}
 
@@ -297,7 +308,7 @@ def _size(shape):
 
 def test_optim():
     result = bench("optim", "--count", 4096, "--repeats", 2, size=[])
-    assert [row["rule"] for row in result["rules"]] == ["adamw", "sgd", "lion"]
+    assert [row["rule"] for row in result["rules"]] == ["adamw", "sgd", "lion", "lamb", "muon"]
     for row in result["rules"]:
         assert row["ratio"] == pytest.approx(row["gb_per_s"] / row["triad_gb_per_s"])
         assert row["gb_per_s"] > 0

@@ -61,7 +61,7 @@ LAYOUTS = [(1, 1, False), (1, 4, False), (2, 2, True), (1, 2, True), (4, 1, True
 
 
 @pytest.mark.parametrize("writers", LAYOUTS)
-def test_o_rs_04_o_rs_07_f77_any_cut_from_any_other(tmp_path, writers):
+def test_f77_any_cut_from_any_other(tmp_path, writers):
     def save(world):
         with pr.Checkpointer(tmp_path, world=world) as checkpoints:
             checkpoints._planner.min_cut_bytes = 64  # so that replicas share the writing of small tensors

@@ -88,7 +88,7 @@ def test_under_torchrun(tmp_path, script):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "1", *script, str(tmp_path / "run"), "0", "[[0, 9]]"]
     result = subprocess.run(
-        command, env=clean_environment(), capture_output=True, text=True, timeout=2 * HANG_S, check=False
+        command, env=clean_environment(), capture_output=True, text=True, timeout=5 * HANG_S, check=False
     )
     assert result.returncode == 0, result.stderr
     (found,) = json_lines(result.stdout)

@@ -106,3 +106,9 @@ def test_bad_arguments_are_refused_at_the_call(trainer, prompt, options, words):
 )
 def test_prompts_that_are_no_tokens_are_refused(trainer, prompt, words):
     refused(pr.InvalidArgument, words, lambda: text(trainer, prompt))
+
+
+def test_scores_that_are_not_finite_are_told(world):
+    broken = make_trainer(world, MODEL)
+    broken.set_parameter("ln_f.bias", np.full(MODEL.hidden, np.nan, np.float32))
+    refused(pr.NumericError, ["after 3 tokens", "not finite"], lambda: text(broken))

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import polyreme as pr
 import pytest
-from helpers import batches, fingerprint, refused, token_file
+from helpers import batches, fingerprint, polyreme, refused, token_file
 from polyreme.testing import run_ranks
 
 GPT = pr.models.GPT(layers=2, hidden=16, heads=4, vocab=31, seq_len=12, dropout=0.1)
@@ -17,14 +17,14 @@ LLAMA = pr.models.Llama(layers=3, hidden=16, heads=8, kv_heads=4, mlp_hidden=24,
 MODELS = {"gpt": GPT, "untied": UNTIED, "llama": LLAMA}
 
 
-def train(world, *, tp=1, pp=1, model=GPT, lanes=4, dp_lanes=4, steps=2, length=None, **options):
+def train(world, *, tp=1, pp=1, model=GPT, lanes=4, dp_lanes=4, steps=2, length=None, rule=None, **options):
     """Losses and norms, a fingerprint of weights and state, and logits."""
     mesh = pr.Mesh(world, pp=pp, tp=tp)
     options = {"global_batch": 8, "micro_batch": 2, "clip_norm": 0.5, **options}
     trainer = pr.Trainer(
         model,
         mesh,
-        optimizer=pr.AdamW(lr=1e-2, eps=1e-4, weight_decay=0.1),
+        optimizer=rule or pr.AdamW(lr=1e-2, eps=1e-4, weight_decay=0.1),
         lanes=pr.Lanes(dp=dp_lanes, tp=lanes),
         **options,
     )
@@ -37,7 +37,8 @@ def train(world, *, tp=1, pp=1, model=GPT, lanes=4, dp_lanes=4, steps=2, length=
         stats = trainer.step(tokens[part], targets[part])
         history.append((stats.loss.hex(), stats.grad_norm.hex(), stats.valid_tokens))
     logits = trainer.logits(data[0][0][:2, :7])
-    return history, fingerprint(trainer), logits.tobytes()
+    weights = [trainer.parameter(name).tobytes() for name in trainer.parameter_names()]
+    return history, fingerprint(trainer) if rule is None else weights, logits.tobytes()
 
 
 def many(ranks, *, executor="immediate", seed=0, **options):
@@ -73,6 +74,12 @@ def test_lengths_that_the_lanes_do_not_divide():
         [(loss, *_), *_], *_ = expected
         [(other, *_), *_], *_ = one_rank(lanes=1, **options)
         assert float.fromhex(loss) == pytest.approx(float.fromhex(other), rel=1e-5)
+
+
+def test_eight_lanes():
+    options = dict(model=pr.models.GPT(layers=1, hidden=16, heads=8, vocab=29, seq_len=8), lanes=8)
+    expected = many(1, **options)
+    assert many(8, tp=8, **options) == many(2, tp=2, zero=1, **options) == expected
 
 
 def test_lanes_are_a_power_of_two_or_the_size():
@@ -173,15 +180,42 @@ def test_o_tp_05_vocabulary_that_does_not_divide(tp):
     assert run_ranks(tp, with_zeros) == [pytest.approx(np.log(11), rel=1e-6)] * tp
 
 
-def test_optimizers_that_need_whole_parameters_are_refused():
-    for rule in (pr.LAMB(lr=0.1), pr.Muon(lr=0.1)):
+@pytest.mark.parametrize("rule", [pr.LAMB(lr=0.1, weight_decay=0.1), pr.SGD(lr=0.1, momentum=0.9)])
+def test_other_optimizers(rule):
+    """LAMB takes norms of whole parameters, of which tp has parts."""
+    expected = many(1, rule=rule)
+    [(loss, *_), *_], *_ = expected
+    [(other, *_), *_], *_ = many(1, rule=rule, lanes=1)
+    assert float.fromhex(loss) == pytest.approx(float.fromhex(other), rel=1e-5)
+    for ranks, options in (
+        (2, dict(tp=2)),
+        (4, dict(tp=4)),
+        (8, dict(tp=2, pp=2, zero=1)),
+        (4, dict(tp=2, zero=3)),
+    ):
+        assert many(ranks, rule=rule, **options) == expected
 
-        def run(world, rule=rule):
-            mesh = pr.Mesh(world, tp=2)
-            words = ["lanes.tp=2", "adamw, sgd or lion"]
-            refused(pr.NotAvailable, words, lambda: pr.Trainer(GPT, mesh, optimizer=rule, global_batch=4))
 
-        run_ranks(2, run)
+def test_muon_is_refused():
+    def run(world):
+        words = ["lanes.tp=2", "adamw, sgd, lion or lamb"]
+        build = functools.partial(pr.Trainer, GPT, pr.Mesh(world, tp=2), global_batch=4)
+        refused(pr.NotAvailable, words, lambda: build(optimizer=pr.Muon(lr=0.1)))
+
+    run_ranks(2, run)
+
+
+def test_gradients_communicated_in_16_bits_and_state_in_host_memory():
+    precision = pr.Precision(dtype="bf16", gradients="bf16")
+    expected = one_rank(precision=precision)
+    for ranks, options in (
+        (4, dict(tp=2)),
+        (4, dict(tp=2, pp=2)),
+        (8, dict(tp=2, zero=pr.Zero(stage=2, offload=True))),
+        (8, dict(tp=2, pp=2, zero=pr.Zero(stage=3, gather="step"))),
+        (8, dict(tp=4, zero=pr.Zero(stage=3, persist_below=20))),
+    ):
+        assert many(ranks, precision=precision, **options) == expected
 
 
 @pytest.mark.parametrize("tp, pp", [(2, 1), (2, 2)])
@@ -257,3 +291,36 @@ def test_checkpoints_go_from_any_layout_to_any(name, tmp_path):
                 math.prod(second[:3]), lambda world, second=second, to=folder: run(world, to, *second, 2)
             )
             assert results == [expected] * len(results), (first, second)
+
+
+SCRIPT = """
+import os, signal, threading
+import polyreme as pr
+from helpers import batches
+
+world = pr.init(init_timeout_s=20, timeout_s=20)
+model = pr.models.GPT(layers=4, hidden=64, heads=4, vocab=64, seq_len=64)
+trainer = pr.Trainer(model, pr.Mesh(world, tp=2, pp=2), optimizer=pr.SGD(lr=0.1), global_batch=4)
+data = batches(1, 4, model)[0]
+trainer.step(*data)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, which ends the others: let them speak first
+if world.rank == 1:
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+try:
+    while True:
+        trainer.step(*data)
+except pr.errors.PeerLost as error:
+    print("SAW", world.rank, error, flush=True)
+    raise
+"""
+
+
+@pytest.mark.mp
+def test_a_rank_that_is_killed_is_named_by_all_others(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    done = polyreme("run", "-n", 4, path)
+    assert done.returncode != 0
+    seen = [line for line in done.stdout.splitlines() if "SAW" in line]
+    assert len(seen) == 3, done.stdout + done.stderr
+    assert all("rank 1" in line for line in seen), seen

@@ -234,6 +234,7 @@ def test_o_ga_03_a_step_without_a_valid_token_changes_nothing(size, zero, optimi
         before = {name: trainer.parameter(name) for name in trainer.parameter_names()}
         stats = trainer.step(second[0], np.full_like(second[1], IGNORED))
         assert (stats.loss, stats.grad_norm, stats.valid_tokens, stats.step) == (0.0, 0.0, 0, 1)
+        assert (stats.skipped, stats.not_finite, trainer.skipped_steps) == (True, "", 1)
         assert not any([trainer.gradient(name).any() for name in before])  # a list: reading is collective
         assert equal(before, {name: trainer.parameter(name) for name in before})
         other.step(*first)

@@ -108,10 +108,7 @@ def test_planted_bug_is_named(tmp_path):
 def test_lanes_that_follow_the_ranks_are_named(tmp_path):
     done = verify(tmp_path, "own-lanes", layouts="dp=2")
     assert done.returncode == 1, done.stderr
-    assert (
-        "lanes.dp=4, lanes.tp=1 and lanes.dp=2, lanes.tp=1"
-        in json.loads(done.stdout)["layouts"][0]["difference"]
-    )
+    assert "lanes.dp=4 and lanes.dp=2" in json.loads(done.stdout)["layouts"][0]["difference"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ __all__ = ["bench_optim", "render_optim"]
 
 # Bytes that a rule reads and writes for each element. The triad x + y -> x moves 12: in place as the rules are, so
 # that no cache line is fetched only to be overwritten.
-BYTES = {"adamw": 28, "sgd": 20, "lion": 20}
+# LAMB takes two passes, between which its norms are known; of Muon it is what is not a product of matrices, where
+# the direction is such a line.
+BYTES = {"adamw": 28, "sgd": 20, "lion": 20, "lamb": 40, "muon": 32}
 TRIAD_BYTES = 12
 
 

@@ -15,12 +15,13 @@ nothing by rank.
 from __future__ import annotations
 
 from .arrays import ArrayPart
-from .checkpointer import Checkpointer, CheckpointStats, Restored
+from .checkpointer import Checkpointer
 from .convert import export_safetensors
 from .directory import complete_steps, latest_step
 from .hf import export_hf, import_hf, read_hf
 from .loader import CheckpointFiles
 from .manifest import Manifest, read_manifest
+from .results import CheckpointStats, Restored
 
 __all__ = [
     "ArrayPart",

@@ -104,6 +104,10 @@ class ArrayState:
         """See State."""
         return {}
 
+    def layout(self) -> dict[str, Any]:
+        """See State."""
+        return {}
+
     def check_scalars(self, state: dict[str, Any]) -> list[str]:
         """See State."""
         return []

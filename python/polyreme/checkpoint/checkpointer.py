@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -26,40 +26,12 @@ from .arrays import ArrayState
 from .layout import Planner, State, check_names, gather, join_errors, names_everywhere, require_agreement
 from .loader import CheckpointFiles, Match, match_tensors
 from .manifest import ITEM_BYTES, encode_json
+from .peers import Peers, find_segment
+from .results import CheckpointStats, Restored
 from .saver import SaveJob, Staging
 from .signals import SAVE_AND_END, SignalWatch
 
-__all__ = ["CheckpointStats", "Checkpointer", "Restored"]
-
-
-@dataclass(frozen=True)
-class CheckpointStats:
-    """What a Checkpointer has done: counts of saves by outcome, and of the last one this rank's times and bytes.
-
-    stall_s: for which save_async has held the training up. write_s: from then until it was committed.
-    """
-
-    saved: int = 0
-    skipped: int = 0
-    failed: int = 0
-    last_step: int | None = None
-    last_error: str = ""
-    stall_s: float = 0.0
-    write_s: float = 0.0
-    written_bytes: int = 0
-    staging_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What `load` has done. source: "disk", or "memory" after a restart that found a newer copy there. missing: tensors of the state that the checkpoint lacks, left as they were;
-    unexpected: tensors of the checkpoint that nobody asked for. Both empty with strict=True."""
-
-    step: int
-    extras: dict[str, Any] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    source: str = "disk"
+__all__ = ["Checkpointer"]
 
 
 class Checkpointer:
@@ -88,7 +60,8 @@ class Checkpointer:
         memory_every: steps of `fit` between two copies into the memory of this host, or None for no copies. When a
             rank dies and the launcher starts the ranks again (`polyreme run --restarts N`, torchrun), loading takes
             the newest of copies and checkpoints. A copy is a checkpoint in a private folder in /dev/shm, which goes
-            with the job: it takes the memory of up to two of them, and is lost with the host.
+            with the job: it takes the memory of up to two of them. Of several hosts each keeps another one's part
+            too, in up to three copies, so that one may be lost; the next steps' collectives queue behind the sending.
         keep: complete checkpoints that stay; at least 1.
         when_busy: what a save does while one is in flight: "wait" for it, or "skip" itself, counted.
         on_error: what becomes of a save that fails, say on a full disk. It is gone on all ranks alike, with rank,
@@ -161,6 +134,8 @@ class Checkpointer:
         self._signals = SignalWatch()
         self._memory: Checkpointer | None = None  # the same in shared memory
         self._segment = ""  # of a Checkpointer that is this: where, and of which job
+        self._peers: Peers | None = None  # and, if there are several hosts
+        self._leader = 0  # the rank that changes names in the directory
         if world is not None:
             check_type("Checkpointer: world", world, World, "the polyreme.World that polyreme.init returns")
             self._open(world)
@@ -230,7 +205,7 @@ class Checkpointer:
             return
         facts = {"error": "", "lock": ""}
         try:
-            if core.rank == 0:
+            if core.rank == self._leader:
                 os.makedirs(os.path.dirname(self.directory), exist_ok=True)
                 self._files.make_directory(self.directory)
                 self._lock = names.DirectoryLock(self.directory)
@@ -238,7 +213,8 @@ class Checkpointer:
         except (Error, OSError) as error:
             facts["error"] = str(error)
         facts["lock"] = self._read_lock()
-        lock = require_agreement(core, f"checkpoints in '{self.directory}'", facts)[0]["lock"]
+        everybody = require_agreement(core, f"checkpoints in '{self.directory}'", facts)
+        lock = everybody[self._leader]["lock"]
         seen = self._read_lock()
         facts["error"] = (
             "" if seen == lock else "its directory of that name is not the one of rank 0; share it"
@@ -249,33 +225,34 @@ class Checkpointer:
             self._open_memory(core)
 
     def _open_memory(self, core: _core.World) -> None:
-        facts = {"error": "", "path": "", "why": ""}
-        try:
-            if len(set(core.hosts)) > 1:
-                facts["why"] = f"its ranks are on {len(set(core.hosts))} hosts, and copies are kept on one"
-            elif core.rank == 0:
-                facts["path"], facts["why"] = memory_segment.find(os.environ, first=True)
-        except Error as error:
-            facts["error"] = str(error)
-        told = require_agreement(core, "checkpoints in memory", facts)[0]
-        if not told["path"]:
-            if core.rank == 0:
-                logging.getLogger("polyreme").warning(
-                    "checkpoints in '%s': memory_every is without effect: %s", self.directory, told["why"]
-                )
+        assert self._world is not None
+        peers = Peers(self._world) if len(set(core.hosts)) > 1 else None
+        path = find_segment(core, peers, self.directory)
+        if not path:
             return
-        place = hashlib.sha256(self.directory.encode("utf-8", "surrogateescape")).hexdigest()[:16]
         memory = Checkpointer(
-            os.path.join(told["path"], place),
-            keep=1,
+            os.path.join(path, names.place_of(self.directory)),
+            # Hosts do not commit at the same moment: what all have is the last one or the one before.
+            keep=1 if peers is None else 2,
             when_busy=self.when_busy,
             signals=False,
             timeout_s=self.timeout_s,
         )
-        memory._segment = told["path"]
+        memory._segment, memory._peers = path, peers
+        memory._leader = peers.leader if peers is not None else 0
         memory._world = self._world
         memory._claim(core)
         self._memory = memory
+
+    def _job_name(self) -> str:
+        """Of copies in memory: that of their segment; hosts have segments of different names."""
+        return memory_segment.job_of(self._segment) if self._peers is None else ""
+
+    def _copies(self) -> list[int]:
+        """Of the memory: steps that may be loaded, the newest first. Collective."""
+        if self._peers is not None:
+            return self._peers.steps(self.directory)
+        return list(reversed(names.complete_steps(self.directory)))
 
     @property
     def memory_stats(self) -> CheckpointStats | None:
@@ -363,6 +340,7 @@ class Checkpointer:
             state.check_replicas()
         plan = self._planner.plan(core, held, [f["digest"] for f in everybody])
         shards = self._staging.fill(plan, held, source, core.rank)
+        received = self._peers.send(plan, self._staging, shards) if self._peers is not None else None
         job = SaveJob(
             world=core,
             files=self._files,
@@ -375,13 +353,18 @@ class Checkpointer:
             layout={
                 "num_ranks": core.size,
                 "version": _core.__version__,
-                **({"job": memory_segment.job_of(self._segment)} if self._segment else {}),
+                **source.layout(),
+                **({"job": self._job_name()} if self._segment else {}),
             },
             scalars=scalars,
             extras=document,
             keep=self.keep,
             timeout_s=self.timeout_s,
             segment=self._segment,
+            place=os.path.basename(self.directory) if self._segment else "",
+            leader=self._leader,
+            kept=self._peers.kept if self._peers is not None else (),
+            received=received,
         )
         self._job = job
         self._thread = job.start()
@@ -484,6 +467,7 @@ class Checkpointer:
         self._finish()
         if self._memory is not None:
             self._memory._finish()
+        copies = self._memory._copies() if self._memory is not None and step is None else []
         facts: dict[str, Any] = {"found": [], "error": ""}
         if core.rank == 0 and not self._is_claimed:
             names.recover(self._files, self.directory)
@@ -493,17 +477,22 @@ class Checkpointer:
             if core.rank == 0 and step not in (there := names.complete_steps(self.directory)):
                 facts["error"] = f"there is no committed checkpoint of step {step}; there are {there[-8:]}"
         elif core.rank == 0:
-            facts["found"] = self._candidates()
+            facts["found"] = self._candidates(copies)
         found = require_agreement(core, f"load from '{self.directory}'", facts)[0]["found"]
         for i, (source, candidate) in enumerate(found):
             owner = self._memory if source == "memory" and self._memory is not None else self
             try:
+                if owner._peers is not None:
+                    owner._peers.assemble(owner._files, owner.directory, candidate)
                 restored = owner._load_step(core, state, candidate, strict, weights_only)
             except CheckpointCorrupt as error:
                 if i + 1 == len(found):
                     raise
                 logging.getLogger("polyreme").warning(
-                    "%s; going on to step %d on disk", error, found[i + 1][1]
+                    "%s; going on to step %d %s",
+                    error,
+                    found[i + 1][1],
+                    "on disk" if found[i + 1][0] == "disk" else "in memory",
                 )
             else:
                 return replace(restored, source=source)
@@ -511,15 +500,14 @@ class Checkpointer:
             logging.getLogger("polyreme").warning("no committed checkpoint in '%s'", self.directory)
         return None
 
-    def _candidates(self) -> list[tuple[str, int]]:
+    def _candidates(self, copies: list[int]) -> list[tuple[str, int]]:
         """What to load, in this order until one is undamaged: ("memory" or "disk", step)."""
         newest = names.latest_step(self.directory)
         found = []
         if newest is not None:
             steps = names.complete_steps(self.directory)
             found = [newest, *(s for s in reversed(steps) if self.fallback and s < newest)]
-        copy = names.latest_step(self._memory.directory) if self._memory is not None else None
-        from_memory = [("memory", copy)] if copy is not None and (newest is None or copy >= newest) else []
+        from_memory = [("memory", copy) for copy in copies if newest is None or copy >= newest]
         return [*from_memory, *(("disk", s) for s in found)]
 
     def _load_step(
@@ -541,7 +529,7 @@ class Checkpointer:
                 raise refusal
             files = CheckpointFiles(self.directory, step)
             manifest, held = files.manifest, source.held()
-            if self._segment and manifest.layout.get("job") != memory_segment.job_of(self._segment):
+            if self._segment and manifest.layout.get("job") != self._job_name():
                 raise CheckpointCorrupt(f"'{files.path}' is a copy of another job")
             indices, match = match_tensors(
                 held, everywhere, manifest.tensors, "model/" if weights_only else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,15 @@ def write_safetensors(
     files.sync_directory(parent)
 
 
+def _difference(left: Any, right: Any) -> str:
+    """Of long objects the first entry that differs."""
+    if not (isinstance(left, dict) and isinstance(right, dict) and len(left) > 4):
+        return f"{left!r} and {right!r}"
+    keys = [key for key in {**left, **right} if left.get(key) != right.get(key)]
+    first = keys[0]
+    return f"{len(keys)} of {len({**left, **right})} entries differ, the first {first!r}: {left.get(first)!r} and {right.get(first)!r}"
+
+
 def compare(a: CheckpointFiles, b: CheckpointFiles) -> list[str]:
     """What tells two checkpoints apart, one line each; empty if tensors and scalars are equal, bit by bit."""
     lines = []
@@ -67,7 +77,7 @@ def compare(a: CheckpointFiles, b: CheckpointFiles) -> list[str]:
     for key in ("state", "extras"):
         left, right = getattr(mine, key), getattr(other, key)
         lines += [
-            f"{key} {name!r}: {left.get(name)!r} and {right.get(name)!r}"
+            f"{key} {name!r}: {_difference(left.get(name), right.get(name))}"
             for name in sorted({*left, *right})
             if left.get(name) != right.get(name)
         ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -51,6 +52,11 @@ def step_name(step: int) -> str:
 def hidden_name(kind: str, step: int, generation: str) -> str:
     """The name of a directory that is no checkpoint yet ("tmp") or no longer ("old", "del")."""
     return f".{kind}-{step:010d}-{generation}"
+
+
+def place_of(directory: str) -> str:
+    """A short name for a directory."""
+    return hashlib.sha256(directory.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def complete_steps(directory: str | os.PathLike[str]) -> list[int]:

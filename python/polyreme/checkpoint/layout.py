@@ -61,6 +61,9 @@ class State(Protocol):
     def scalars(self) -> dict[str, Any]:
         """What is no tensor, as JSON; the same on all ranks."""
 
+    def layout(self) -> dict[str, Any]:
+        """How the ranks divide it, for people, as JSON."""
+
     def check_scalars(self, state: dict[str, Any]) -> list[str]:
         """What of saved scalars does not fit; empty if all does. Changes nothing."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +25,11 @@ from . import directory as names
 from .layout import HeldTensor, State, WritePlan, entry_of, join_errors
 from .manifest import ITEM_BYTES, SHARD_DTYPES, FileRecord, Manifest
 
-__all__ = ["SaveJob", "Staging"]
+if TYPE_CHECKING:
+    from ..group import Work
+    from .peers import Kept
+
+__all__ = ["SaveJob", "Shard", "Staging"]
 
 _GROUPS = ("model", "optimizer")  # first parts of names that have files of their own; all others: "state"
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.1
@@ -132,6 +135,10 @@ class SaveJob:
     keep: int
     timeout_s: float
     segment: str = ""  # of memory, if that is where it goes
+    place: str = ""  # names the directory where hosts have different ones
+    leader: int = 0  # the rank that commits on this host
+    kept: Sequence[Kept] = ()  # what is written for ranks of another host, when `received` is done
+    received: Work[None] | None = None
     error: Error | None = None
     seconds: float = 0.0
     num_bytes: int = 0
@@ -154,6 +161,8 @@ class SaveJob:
             result = self._await("result", "the commit by rank 0", 0)
             if result["error"]:
                 self.error = CheckpointError(result["error"])
+            if 0 < self.leader == self.world.rank:
+                self._follow(is_committed=self.error is None)
             self._part()
         except Error as error:
             self.error = error
@@ -185,24 +194,34 @@ class SaveJob:
             }
 
     def _write(self) -> list[tuple[str, int, int]]:
-        if not self.shards:
-            return []
         if self.segment:
             self._check_room()
         path = os.path.join(self.directory, names.hidden_name("tmp", self.step, self.generation))
-        self.files.make_directory(path)
+        if self.shards or any(kept.shards for kept in self.kept):
+            self.files.make_directory(path)
+        written = self._write_shards(path, self.world.rank, self.shards, self.staging)
+        if self.received is not None:
+            self.received.wait()
+            for kept in self.kept:  # the very files that its rank writes on its host
+                self._write_shards(path, kept.rank, kept.shards, kept.staging)
+        return written
+
+    def _write_shards(
+        self, path: str, rank: int, shards: Sequence[Shard], staging: Staging
+    ) -> list[tuple[str, int, int]]:
         written = []
-        for shard in self.shards:
+        for shard in shards:
             size, checksum = self.files.write_shard(
                 path,
                 shard.name,
                 shard.entries,
-                {"generation": self.generation, "rank": str(self.world.rank), "step": str(self.step)},
-                self.staging.bytes_of(shard),
+                {"generation": self.generation, "rank": str(rank), "step": str(self.step)},
+                staging.bytes_of(shard),
             )
             written.append((shard.name, size, checksum))
             self.num_bytes += size
-        self.files.sync_directory(path)
+        if shards:
+            self.files.sync_directory(path)
         return written
 
     def _check_room(self) -> None:
@@ -220,7 +239,7 @@ class SaveJob:
         """Rank 0: waits for all parts; all of them or nothing."""
         error = ""
         try:
-            parts = [self._await("part", "the files", rank) for rank in range(self.world.size)]
+            parts = self._parts()
             errors = {rank: part["error"] for rank, part in enumerate(parts) if part["error"]}
             if errors:
                 raise CheckpointError(f"save of step {self.step} failed on {join_errors(errors)}")
@@ -228,13 +247,25 @@ class SaveJob:
         except Exception as problem:
             error = str(problem) if isinstance(problem, Error) else repr(problem)
         self._tell("result", {"generation": self.generation, "error": error})
+        self._clean_up(is_committed=not error)
+
+    def _parts(self) -> list[dict[str, Any]]:
+        return [self._await("part", "the files", rank) for rank in range(self.world.size)]
+
+    def _follow(self, is_committed: bool) -> None:
+        """The first rank of another host: the same there, after rank 0 has decided."""
+        if is_committed:
+            self._commit(self._parts())
+        self._clean_up(is_committed=is_committed)
+
+    def _clean_up(self, *, is_committed: bool) -> None:
         try:
-            if error:
+            if is_committed:
+                self.deleted = names.retain(self.files, self.directory, self.keep, self.step)
+            else:
                 names.remove_tree(
                     self.files, self.directory, names.hidden_name("tmp", self.step, self.generation)
                 )
-            else:
-                self.deleted = names.retain(self.files, self.directory, self.keep, self.step)
         except Error as problem:  # the checkpoint itself is there, or has failed anyway
             logging.getLogger("polyreme").warning("checkpoints in '%s': %s", self.directory, problem)
 
@@ -262,7 +293,7 @@ class SaveJob:
     # ---- messages: the store keeps one value for each rank, whatever the number of saves ----
 
     def _key(self, what: str, rank: int) -> str:
-        place = hashlib.sha256(self.directory.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        place = self.place or names.place_of(self.directory)
         return f"checkpoint/{place}/{what}/{rank}"
 
     def _tell(self, what: str, message: dict[str, Any]) -> None:

@@ -76,10 +76,16 @@ class TrainerState:
             "seed": trainer.seed,
             "global_batch": trainer.global_batch,
             "lanes": dataclasses.asdict(trainer.lanes),
-            "model": {"kind": type(trainer.model).__name__, **dataclasses.asdict(trainer.model)},
+            "model": {"kind": type(trainer.model).__name__, **trainer.model._facts()},
             "optimizer": type(trainer.optimizer).__name__,
             "data": trainer._data_facts,
+            "isa": trainer.mesh.world.device.rsplit(", ", 1)[-1],
         }
+
+    def layout(self) -> dict[str, Any]:
+        """See State."""
+        mesh = self._trainer.mesh
+        return {"mesh": {axis: mesh.size(axis) for axis in mesh.order}, "zero": self._trainer.zero.stage}
 
     def check_scalars(self, state: dict[str, Any]) -> list[str]:
         """See State. Lanes may differ, with a warning: then so do the bits."""
@@ -99,16 +105,25 @@ class TrainerState:
                 problems.append("a count is no integer")
             if [type(n) for n in state["loss_scale"]] != [float, int, int]:
                 problems.append(f"{state['loss_scale']!r} is no state of a loss scale")
-            if state["lanes"] != own["lanes"] and self._trainer.mesh.world.rank == 0:
-                logging.getLogger("polyreme").warning(
-                    "the checkpoint was made with lanes %s, this run has %s: it goes on, but not with the bits of the"
-                    " run that was stopped",
-                    state["lanes"],
-                    own["lanes"],
+            if state["lanes"] != own["lanes"]:
+                self._warn(
+                    "the checkpoint was made with lanes %s, this run has %s", state["lanes"], own["lanes"]
+                )
+            levels = {state.get("isa", own["isa"]), own["isa"]}
+            if own["precision"]["dtype"] == "bf16" and len(levels) > 1 and "amx" in levels:
+                self._warn(
+                    "the checkpoint was made at the instruction-set level %s, this run has %s",
+                    state["isa"],
+                    own["isa"],
                 )
         except (KeyError, TypeError, AttributeError):
             problems.append("it was not saved from a Trainer; load its weights alone with weights_only=True")
         return problems
+
+    def _warn(self, text: str, *values: Any) -> None:
+        if self._trainer.mesh.world.rank == 0:
+            end = ": it goes on, but not with the bits of the run that was stopped"
+            logging.getLogger("polyreme").warning(text + end, *values)
 
     def set_scalars(self, state: dict[str, Any]) -> None:
         """See State."""

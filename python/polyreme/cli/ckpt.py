@@ -103,11 +103,22 @@ def _inspect(args: argparse.Namespace) -> int:
         "tensors": {n: {"dtype": t.dtype, "shape": list(t.shape)} for n, t in manifest.tensors.items()},
     }
     lines = [f"step {step}, generation {manifest.generation}, {manifest.num_bytes / 1e6:.1f} MB"]
-    lines += [f"{key}: {json.dumps(document[key])}" for key in ("layout", "state", "extras")]
+    lines += [f"layout: {json.dumps(manifest.layout)}"]
+    for title, values in (("state", manifest.state), ("extras", manifest.extras)):
+        lines += [f"{title} {name}: {_brief(value)}" for name, value in values.items()]
     lines += [f"{f.name}  {f.size_bytes} bytes" for f in manifest.files]
     lines += [f"{name}  {t.dtype}{list(t.shape)}" for name, t in manifest.tensors.items()]
     _show(args, document, "\n".join(lines))
     return 0
+
+
+def _brief(value: Any) -> str:
+    """A counter for each parameter is one number, as a rule."""
+    if isinstance(value, dict) and len(value) > 4:
+        distinct = {json.dumps(each) for each in value.values()}
+        if len(distinct) == 1:
+            return f"{distinct.pop()} for each of {len(value)}"
+    return json.dumps(value)
 
 
 def _verify(args: argparse.Namespace) -> int:

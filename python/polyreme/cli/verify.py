@@ -93,12 +93,14 @@ def run(args: argparse.Namespace) -> int:
             results.append({"layout": text, "equal": difference is None, "difference": str(difference or "")})
             _say(args, f"{text}: {'equal bits' if difference is None else difference}")
     equal = all(result["equal"] for result in results)
+    if len(expected) < args.steps:
+        _say(args, f"the script ends after {len(expected)} of {args.steps} steps")
     if args.json:
         print(json.dumps({"steps": len(expected), "equal": equal, "layouts": results}, indent=2))
     else:
         tensors = len(expected[0]["weights"])
         verdict = "equal to the 1-rank run" if equal else "NOT equal to the 1-rank run"
-        print(f"{len(expected)} steps, {tensors} parameters: {verdict}")
+        print(f"{len(expected)} step{'s'[: len(expected) != 1]}, {tensors} parameters: {verdict}")
     return 0 if equal else 1
 
 

@@ -43,11 +43,9 @@ def create(job: str, owner: int) -> str:
     return path
 
 
-def find(environ: Mapping[str, str], *, first: bool) -> tuple[str, str]:
-    """(path, "") of this job's segment on this host, or ("", why there is none).
-
-    first: this is the first rank of the host, which makes it where the launcher has not; the others call afterwards.
-    """
+def find(environ: Mapping[str, str]) -> tuple[str, str]:
+    """(path, "") of this job's segment on this host, or ("", why there is none). One rank of each host calls it: it
+    is made where the launcher has not."""
     remedy = "use `polyreme run --restarts N`, or torchrun --max-restarts N"
     if path := environ.get(MEMORY, ""):
         _check(path)
@@ -59,10 +57,6 @@ def find(environ: Mapping[str, str], *, first: bool) -> tuple[str, str]:
     # torchrun's run id may be "none" for every job of a host: its process tells them apart.
     identity = launcher_identity(("RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
     owner = int(identity.split("-")[1])
-    if not first:
-        path = os.path.join(SHARED_MEMORY, f"polyreme-{identity}-memory-{owner}-{start_of(owner)}")
-        _check(path)
-        return path, ""
     try:
         path = create(identity, owner)
         _start_guard(owner, path)

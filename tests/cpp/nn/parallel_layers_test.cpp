@@ -74,6 +74,38 @@ TEST(ParallelLayers, OTP01TheBiasOfASumHasItsWholeGradientOnce) {
       });
 }
 
+// O-RN-02: an element's mask follows from its place in the global batch, whoever has it.
+TEST(ParallelLayers, ORN02RanksOfTpHaveTheMasksOfTheirOwnTokens) {
+  constexpr int64_t kSamples = 2, kTokens = 64, kFeatures = 16;
+  const auto masks = [&](int ranks) {
+    std::vector<float> all;
+    run_ranks(ranks, {}, [&](World& world) {
+      const auto stream = world.device().create_stream("compute");
+      const TensorParallel tp(world.communicator(), 4);
+      const Parts parts(world.device(), *stream, ParamRegistry(), tp.lanes());
+      const Tensor tokens = empty(world.device(), DType::kI32, {kSamples, kTokens}, "tokens");
+      Context context{.stream = *stream, .params = parts, .batch = {tokens, {}, 6}, .training = true};
+      context.tp = &tp;
+      const Tensor x = empty(world.device(), DType::kF32, {kSamples * kTokens / ranks, kFeatures}, "x");
+      fill(*stream, x, 1.0f);
+      const Dropout layer(kFeatures, 0.5f, 3);
+      const Tensor y = tp.gather_tokens(*stream, layer.forward(context, x, nullptr), kSamples);
+      std::vector<float> values(static_cast<size_t>(y.numel()));
+      copy_to_host(*stream, y, values.data());
+      stream->synchronize();
+      if (world.rank() == 0) all = values;
+    });
+    return all;
+  };
+  const std::vector<float> expected = masks(1);
+  expect_same_bits(masks(2), expected);
+  expect_same_bits(masks(4), expected);
+  int64_t same = 0;
+  const int64_t half = kTokens / 2 * kFeatures;
+  for (int64_t i = 0; i < half; ++i) same += expected[i] == expected[half + i];
+  EXPECT_NEAR(static_cast<double>(same) / static_cast<double>(half), 0.5, 0.07);
+}
+
 TEST(ParallelLayers, ARankCostsItsShare) {
   const auto inner = [](ParamRegistry& registry) {
     return sequential(

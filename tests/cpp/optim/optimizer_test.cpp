@@ -52,7 +52,7 @@ struct Flat {
     if (!std::isnan(scale)) optimizer->applied(has_grad);
   }
   Tensor state(const std::string& name) const {
-    for (const auto& [key, slices] : optimizer->state())
+    for (const auto& [key, on_host, slices] : optimizer->state())
       if (key == name) return slices[0];
     throw InvalidArgument("no state " + name);
   }
@@ -125,7 +125,8 @@ TEST(Optimizer, OCl07PaddingNeverReachesNormOrMoments) {
       }
     }
     flat.expect_zero_gaps(flat.weights, "weights");
-    for (const auto& [name, slices] : flat.optimizer->state()) flat.expect_zero_gaps(slices[0], name);
+    for (const auto& [name, on_host, slices] : flat.optimizer->state())
+      flat.expect_zero_gaps(slices[0], name);
     flat.expect_zero_gaps(flat.grads, "grads");
   }
 }
@@ -364,7 +365,7 @@ TEST(Optimizer, StateHasNamesAndStartsAtZero) {
   const auto names = [](const OptimizerOptions& options) {
     Flat flat({{3}, {2}}, options);
     std::vector<std::string> result;
-    for (const auto& [name, slices] : flat.optimizer->state()) {
+    for (const auto& [name, on_host, slices] : flat.optimizer->state()) {
       result.push_back(name);
       expect_same_bits(flat.rig.download(slices[0]),
                        std::vector<float>(static_cast<size_t>(slices[0].numel()), 0.0f), name);
