@@ -4,6 +4,7 @@
 #include "bindings/bindings.h"
 #include "bindings/interruptible.h"
 #include "bindings/optimizer_options.h"
+#include "bindings/python_layer.h"
 #include "engine/engine.h"
 #include "mesh/world.h"
 #include "nn/llama.h"
@@ -85,7 +86,7 @@ void bind_model(py::module_& m) {
       .def(py::init([](int64_t layers, int64_t hidden, int64_t heads, int64_t vocab, int64_t seq_len,
                        int64_t mlp_hidden, float dropout, bool tied, float layer_norm_eps, double init_std,
                        const std::string& recompute, const std::string& dtype, const std::string& norm_dtype,
-                       const std::string& logits_dtype) {
+                       const std::string& logits_dtype, const py::dict& replace) {
              return GptConfig{.layers = layers,
                               .hidden = hidden,
                               .heads = heads,
@@ -97,13 +98,14 @@ void bind_model(py::module_& m) {
                               .layer_norm_eps = layer_norm_eps,
                               .init_std = init_std,
                               .recompute = recompute_from_name(recompute),
+                              .replacer = python_replacer(replace),
                               .dtype = dtype_from_name(dtype),
                               .norm_dtype = dtype_from_name(norm_dtype),
                               .logits_dtype = dtype_from_name(logits_dtype)};
            }),
            py::kw_only(), "layers"_a, "hidden"_a, "heads"_a, "vocab"_a, "seq_len"_a, "mlp_hidden"_a,
            "dropout"_a, "tied"_a, "layer_norm_eps"_a, "init_std"_a, "recompute"_a, "dtype"_a, "norm_dtype"_a,
-           "logits_dtype"_a);
+           "logits_dtype"_a, "replace"_a);
   py::class_<LossScalerOptions>(m, "LossScalerOptions")
       .def(py::init([](bool dynamic, double initial, double growth, double backoff, int64_t interval,
                        double minimum, double maximum, int64_t hysteresis) {
@@ -116,7 +118,8 @@ void bind_model(py::module_& m) {
       .def(py::init([](int64_t layers, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t mlp_hidden,
                        int64_t vocab, int64_t seq_len, double rope_theta, float norm_eps, double init_std,
                        bool tied, const std::string& recompute, const std::string& dtype,
-                       const std::string& norm_dtype, const std::string& logits_dtype) {
+                       const std::string& norm_dtype, const std::string& logits_dtype,
+                       const py::dict& replace) {
              return LlamaConfig{.layers = layers,
                                 .hidden = hidden,
                                 .heads = heads,
@@ -129,13 +132,14 @@ void bind_model(py::module_& m) {
                                 .init_std = init_std,
                                 .tied = tied,
                                 .recompute = recompute_from_name(recompute),
+                                .replacer = python_replacer(replace),
                                 .dtype = dtype_from_name(dtype),
                                 .norm_dtype = dtype_from_name(norm_dtype),
                                 .logits_dtype = dtype_from_name(logits_dtype)};
            }),
            py::kw_only(), "layers"_a, "hidden"_a, "heads"_a, "kv_heads"_a, "mlp_hidden"_a, "vocab"_a,
            "seq_len"_a, "rope_theta"_a, "norm_eps"_a, "init_std"_a, "tied"_a, "recompute"_a, "dtype"_a,
-           "norm_dtype"_a, "logits_dtype"_a);
+           "norm_dtype"_a, "logits_dtype"_a, "replace"_a);
   m.def(
       "model_param_specs", [](const ModelConfig& config) { return spec_list(build_model(config)); },
       "config"_a);
@@ -203,8 +207,10 @@ void bind_engine(py::module_& m) {
           "data"_a, "order"_a, "step"_a, "lr"_a)
       .def(
           "train_batch",
-          [](Engine& engine, const IntArray& tokens, const IntArray& targets, double lr) {
-            const HostBatch batch = host_batch(tokens, &targets);
+          [](Engine& engine, const IntArray& tokens, const IntArray& targets, double lr,
+             std::vector<int64_t> lengths) {
+            HostBatch batch = host_batch(tokens, &targets);
+            batch.lengths = std::move(lengths);
             StepStats stats;
             {
               const Interruptible call(&engine.world());
@@ -212,7 +218,7 @@ void bind_engine(py::module_& m) {
             }
             return stats_dict(stats);
           },
-          "tokens"_a, "targets"_a, "lr"_a)
+          "tokens"_a, "targets"_a, "lr"_a, "lengths"_a = std::vector<int64_t>())
       .def(
           "evaluate",
           [](Engine& engine, const TokenDataset& data, int64_t first, int64_t num_samples) {

@@ -3,7 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/interruptible.h"
-#include "mesh/world.h"
+#include "mesh/dry_world.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -140,6 +140,15 @@ void bind_world(py::module_& m) {
       "master_port"_a, "store_fd"_a, "secret"_a, "job_id"_a, "transport"_a, "fast_sums"_a, "interface"_a,
       "init_timeout_s"_a, "timeout_s"_a, "greeting_limit_s"_a, "heartbeat_s"_a, "peer_timeout_s"_a,
       "record_dir"_a, "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a, "progress"_a);
+  m.def(
+      "make_dry_world",
+      [](int rank, int size) {
+        const auto traffic = std::make_shared<Traffic>();
+        return py::make_tuple(
+            py::cast(make_dry_world(rank, size, traffic).release(), py::return_value_policy::take_ownership),
+            py::cpp_function([traffic] { return *traffic; }));
+      },
+      py::kw_only(), "rank"_a, "size"_a);
   m.def(
       "make_local_worlds",
       [](int size, int num_threads, const std::string& isa, const std::string& executor,

@@ -49,6 +49,19 @@ HostBatch read_samples(const Model& model, const TokenDataset& data, int64_t cou
   return batch;
 }
 
+HostBatch part_of(const HostBatch& batch, int64_t begin, int64_t end, int64_t seq_len) {
+  HostBatch part{.num_samples = end - begin, .seq_len = seq_len};
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t first = i * batch.seq_len;
+    part.tokens.insert(part.tokens.end(), batch.tokens.begin() + first,
+                       batch.tokens.begin() + first + seq_len);
+    if (batch.targets.empty()) continue;
+    part.targets.insert(part.targets.end(), batch.targets.begin() + first,
+                        batch.targets.begin() + first + seq_len);
+  }
+  return part;
+}
+
 HostBatch padded(const HostBatch& batch, int64_t multiple) {
   const int64_t from = batch.seq_len, to = round_up(from, multiple);
   HostBatch result{.num_samples = batch.num_samples, .seq_len = to};

@@ -16,6 +16,9 @@ struct HostBatch {
   std::vector<int32_t> targets;
   int64_t num_samples = 0;
   int64_t seq_len = 0;
+  // Of each micro-batch of a training step, in order of samples: the tokens of its samples that are run, at
+  // most seq_len; what follows them is filler. Empty: all of them.
+  std::vector<int64_t> lengths;
 };
 
 // A batch in device memory; targets are undefined where there are none.
@@ -30,6 +33,8 @@ int64_t count_valid(const HostBatch& batch);
 // Samples sample(0..count) of `data`. Throws InvalidArgument for tokens outside the vocabulary, OutOfMemory.
 HostBatch read_samples(const Model& model, const TokenDataset& data, int64_t count,
                        const std::function<int64_t(int64_t)>& sample);
+// The first `seq_len` tokens of the samples [begin, end).
+HostBatch part_of(const HostBatch& batch, int64_t begin, int64_t end, int64_t seq_len);
 // Every sample followed by ignored tokens up to a multiple of `multiple` tokens. Changes neither loss nor
 // gradients: nothing looks ahead, and what follows adds zeros.
 HostBatch padded(const HostBatch& batch, int64_t multiple);

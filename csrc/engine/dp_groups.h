@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "comm/communicator.h"
+#include "comm/dry_communicator.h"
 
 namespace polyreme {
 
@@ -16,8 +16,9 @@ class DpGroups {
       : dp_(dp), num_shards_(shard_size), shard_rank_(dp.rank() % shard_size) {
     if (shard_size == 1 || shard_size == dp.size()) return;
     const int size = static_cast<int>(shard_size);
-    shard_ = dp.split(dp.rank() / size, dp.rank(), dp.name() + ".shard");
-    replicas_ = dp.split(dp.rank() % size, dp.rank(), dp.name() + ".replicas");
+    const int group = dp.rank() / size, place = dp.rank() % size;
+    shard_ = split_known(dp, group, place, size, dp.name() + ".shard");
+    replicas_ = split_known(dp, place, group, dp.size() / size, dp.name() + ".replicas");
   }
 
   Communicator& dp() const { return dp_; }

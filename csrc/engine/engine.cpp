@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <numeric>
 
 #include "base/hash.h"
 #include "base/math.h"
@@ -258,27 +259,61 @@ std::vector<MicroRange> Engine::micro_ranges() const {
   const int64_t micro_batch = options_.micro_batch;
   // Samples of every lane between two reductions.
   const int64_t window = options_.zero.round_first ? micro_batch : lane_samples;
+  const int64_t per_lane = ceil_div(lane_samples, micro_batch);
   std::vector<MicroRange> ranges;
   for (int64_t first = 0; first < lane_samples; first += window) {
     for (int64_t lane = 0; lane < local_lanes; ++lane) {
       const int64_t lane_begin = lane * lane_samples;
       const int64_t end = lane_begin + std::min(first + window, lane_samples);
       for (int64_t begin = lane_begin + first; begin < end; begin += micro_batch)
-        ranges.push_back({begin, std::min(begin + micro_batch, end),
-                          /*completes_lane=*/begin + micro_batch >= end});
+        ranges.push_back({.begin = begin,
+                          .end = std::min(begin + micro_batch, end),
+                          .number = lane * per_lane + (begin - lane_begin) / micro_batch,
+                          .completes_lane = begin + micro_batch >= end});
     }
   }
   return ranges;
 }
 
-void Engine::run_lanes(const DeviceBatch& batch, float loss_scale) {
+void Engine::check_lengths(const HostBatch& batch, const std::vector<MicroRange>& ranges) const {
+  if (batch.lengths.empty()) return;
+  require(batch.lengths.size() == ranges.size(), "the batch has ", batch.lengths.size(),
+          " micro-batches; this rank expects ", ranges.size(), ": ", local_batch(), " samples, up to ",
+          options_.micro_batch, " each, by lanes");
+  for (const int64_t length : batch.lengths)
+    require(length >= 1 && length <= batch.seq_len, "a micro-batch of ", length,
+            " tokens a sample; expected 1 to ", batch.seq_len);
+}
+
+std::vector<DeviceBatch> Engine::upload_parts(const HostBatch& batch, const std::vector<MicroRange>& ranges,
+                                              std::vector<HostBatch>* kept) {
+  if (batch.lengths.empty()) {
+    kept->push_back(tp_ ? padded(batch, model_.lanes.lanes) : batch);
+  } else {
+    kept->resize(ranges.size());
+    for (const MicroRange& range : ranges) {
+      const auto number = static_cast<size_t>(range.number);
+      HostBatch part = part_of(batch, range.begin, range.end, batch.lengths[number]);
+      (*kept)[number] = tp_ ? padded(part, model_.lanes.lanes) : std::move(part);
+    }
+  }
+  std::vector<DeviceBatch> uploaded;
+  for (const HostBatch& part : *kept) uploaded.push_back(upload(*stream_, part));
+  return uploaded;
+}
+
+void Engine::run_lanes(const std::vector<MicroRange>& ranges, const std::vector<DeviceBatch>& batches,
+                       float loss_scale) {
   const auto context_of = [&](const MicroRange& range) {
-    Context context = make_context(batch, range.begin, range.end, dp_rank_ * local_batch() + range.begin,
-                                   /*training=*/true);
+    const int64_t first_sample = dp_rank_ * local_batch() + range.begin;
+    const bool is_whole = batches.size() == 1;
+    Context context = is_whole
+                          ? make_context(batches[0], range.begin, range.end, first_sample, /*training=*/true)
+                          : make_context(batches[static_cast<size_t>(range.number)], 0,
+                                         range.end - range.begin, first_sample, /*training=*/true);
     context.loss_scale = loss_scale;
     return context;
   };
-  const std::vector<MicroRange> ranges = micro_ranges();
   params_.grads.begin_step();
   if (pipeline_) {
     pipeline_->train({.micro_batches = ranges, .context = context_of});
@@ -327,7 +362,7 @@ StepStats Engine::skip_step(StepStats stats) {
 }
 
 double Engine::read_sum(const Tensor& limbs) {
-  ExactSum::Limbs values;
+  ExactSum::Limbs values{};
   copy_to_host(*stream_, limbs, values.data());
   stream_->synchronize();
   return ExactSum(values).value();
@@ -339,32 +374,44 @@ StepStats Engine::train_step(const HostBatch& batch, double lr) {
 
 StepStats Engine::train_step(const HostBatch& batch, double lr, const std::string& source,
                              std::exception_ptr refusal) {
+  const std::vector<MicroRange> ranges = micro_ranges();
   try {
     if (!refusal) {
       require(batch.num_samples == local_batch(), "the batch has ", batch.num_samples,
               " samples; this rank expects ", local_batch(), " (global_batch=", options_.global_batch,
               " over dp=", dp_.size(), ")");
       check_batch(model_, batch, /*needs_targets=*/true);
+      check_lengths(batch, ranges);
       require(std::isfinite(static_cast<float>(lr)) && lr >= 0, "learning rate ", lr,
               "; expected a finite number (in fp32), 0 or more");
     }
   } catch (const InvalidArgument&) {
     refusal = std::current_exception();
   }
-  const int64_t valid =
-      agree_everywhere({{"learning rate", std::bit_cast<int64_t>(lr), concat(lr)},
-                        fact("number of steps so far", applied_steps_),
-                        {"loss scale", std::bit_cast<int64_t>(scaler_.scale()), concat(scaler_.scale())},
-                        fact("seq_len", batch.seq_len),
-                        fact("source of samples", source)},
-                       refusal, count_valid(batch), {fact("batch", content_of(batch))});
+  const int64_t valid = agree_everywhere(
+      {{"learning rate", std::bit_cast<int64_t>(lr), concat(lr)},
+       fact("number of steps so far", applied_steps_),
+       {"loss scale", std::bit_cast<int64_t>(scaler_.scale()), concat(scaler_.scale())},
+       fact("seq_len", batch.seq_len),
+       fact("whether micro-batches have lengths of their own", batch.lengths.empty() ? 0 : 1),
+       fact("source of samples", source)},
+      refusal, count_valid(batch), {fact("batch", content_of(batch))});
   const WaitAtExit wait(*stream_), wait_background(background());
-  const HostBatch stretched = tp_ ? padded(batch, model_.lanes.lanes) : HostBatch();
-  const DeviceBatch on_device = upload(*stream_, tp_ ? stretched : batch);
+  int64_t tokens = options_.global_batch * batch.seq_len;
+  if (!batch.lengths.empty()) {
+    tokens = 0;
+    for (const MicroRange& range : ranges)
+      tokens += (range.end - range.begin) * batch.lengths[static_cast<size_t>(range.number)];
+    const std::vector<int64_t> all = gather_values(dp_, *stream_, {tokens});
+    tokens = std::accumulate(all.begin(), all.end(), int64_t{0});
+  }
+  std::vector<HostBatch> kept;
+  const std::vector<DeviceBatch> on_device = upload_parts(batch, ranges, &kept);
   zero_limbs(*stream_, loss_sum_);
   const double loss_scale = scaler_.scale();
   grad_scale_ = loss_scale;
-  run_lanes(on_device, valid == 0 ? 0.0f : static_cast<float>(loss_scale / static_cast<double>(valid)));
+  run_lanes(ranges, on_device,
+            valid == 0 ? 0.0f : static_cast<float>(loss_scale / static_cast<double>(valid)));
   dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   sum_along_pp(loss_sum_);
   measure_gradient();
@@ -378,7 +425,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   const double loss = valid == 0 ? 0.0 : read_sum(loss_sum_) / static_cast<double>(valid);
   const double norm = std::sqrt(read_sum(square_sum_)) / loss_scale;
   background().synchronize();  // a gather that failed
-  StepStats stats{loss, norm, options_.global_batch * batch.seq_len, valid, loss_scale};
+  StepStats stats{loss, norm, tokens, valid, loss_scale};
   if (!std::isfinite(norm) || !std::isfinite(loss)) return skip_step(stats);
   if (valid == 0) {
     stats.skipped = true;
@@ -410,135 +457,8 @@ StepStats Engine::train_step(const TokenDataset& data, const SampleOrder& order,
   return train_step(batch, lr, source, std::move(refusal));
 }
 
-// ---- without an update ----
-
-StepStats Engine::evaluate(const TokenDataset& data, int64_t first, int64_t num_samples) {
-  require(num_samples >= 1, "evaluate: num_samples=", num_samples, "; expected at least 1");
-  const int64_t available = data.num_samples(model_.max_seq_len);
-  const bool in_range = first >= 0 && first <= available && num_samples <= available - first;
-  require(in_range, "evaluate: samples [", first, ", ", first, " + ", num_samples, ") of '", data.path(),
-          "', which has ", available, " samples of ", model_.max_seq_len, " tokens");
-  const int64_t begin = num_samples * dp_rank_ / dp_.size();
-  const int64_t count = num_samples * (dp_rank_ + 1) / dp_.size() - begin;
-  HostBatch batch;
-  std::exception_ptr refusal;
-  try {
-    batch = read_samples(model_, data, count, [&](int64_t i) { return first + begin + i; });
-  } catch (const InvalidArgument&) {  // a token outside the vocabulary
-    refusal = std::current_exception();
-  }
-  agree_everywhere(
-      {fact("source of samples", concat(samples_of(data), ", from ", first, " on ", num_samples))}, refusal);
-  const WaitAtExit wait(*stream_), wait_background(background());
-  zero_limbs(*stream_, loss_sum_);
-  if (pipeline_) {
-    forward_pipeline(batch, begin, ceil_div(num_samples, dp_.size()));
-  } else {
-    forward_alone(batch, begin, ceil_div(num_samples, dp_.size()));
-  }
-  dp_.all_reduce(loss_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
-  sum_along_pp(loss_sum_);
-  if (pipeline_) pipeline_->wait();
-  const int64_t tokens = num_samples * batch.seq_len;
-  return {read_sum(loss_sum_) / static_cast<double>(tokens), 0.0, tokens, tokens};
-}
-
-void Engine::forward_pipeline(const HostBatch& batch, int64_t first_sample, int64_t most) {
-  StageRun run{.with_backward = false};
-  // As many forwards on every rank, maybe of no samples: in stage 3 they gather together.
-  const int64_t count = batch.num_samples, step = options_.micro_batch;
-  for (int64_t begin = 0; begin < round_up(most, step); begin += step)
-    run.micro_batches.push_back({std::min(begin, count), std::min(begin + step, count)});
-  DeviceBatch uploaded = upload(*stream_, batch);
-  if (count == 0) uploaded.targets = uploaded.tokens;  // an empty batch has targets, too
-  run.context = [this, first_sample, on_device = uploaded](const MicroRange& range) {
-    return make_context(on_device, range.begin, range.end, first_sample + range.begin, /*training=*/false);
-  };
-  pipeline_->forward(std::move(run));
-}
-
-void Engine::forward_alone(const HostBatch& batch, int64_t first_sample, int64_t most) {
-  // As many forwards on every rank: in stage 3 they gather together.
-  const LayerRange layers{0, model_.layers.size()};
-  const int64_t count = batch.num_samples, forwards = ceil_div(most, options_.micro_batch);
-  plan_visits(forwards, layers.end, /*with_backward=*/false);
-  const DeviceBatch on_device = count > 0 ? upload(*stream_, batch) : DeviceBatch{};
-  for (int64_t i = 0; i < forwards * options_.micro_batch; i += options_.micro_batch) {
-    if (i >= count) {
-      skip_forward(layers, params_.weights);
-      continue;
-    }
-    const int64_t end = std::min(i + options_.micro_batch, count);
-    const Context context = make_context(on_device, i, end, first_sample + i, /*training=*/false);
-    exact_sum(*stream_, run_forward(model_, layers, context, params_.weights, {}, nullptr), loss_sum_);
-  }
-}
-
 void Engine::sum_along_pp(const Tensor& limbs) {
   if (pipeline_) pipeline_->group().all_reduce(limbs, ReduceOp::kSum, *stream_)->wait_on(*stream_);
-}
-
-std::vector<float> Engine::logits(const HostBatch& batch) {
-  std::exception_ptr refusal;
-  try {
-    check_batch(model_, batch, /*needs_targets=*/false);
-  } catch (const InvalidArgument&) {
-    refusal = std::current_exception();
-  }
-  if (pipeline_) return pipeline_logits(batch, refusal);
-  const bool is_local = options_.zero.stage < 3 || groups_.num_shards() == 1;
-  const std::vector<Fact> shape = {fact("num_samples", batch.num_samples), fact("seq_len", batch.seq_len)};
-  if (tp_) agree(tp_->group(), *stream_, shape, refusal, 0, "tp");
-  if (!is_local) agree(dp_, *stream_, {}, refusal);
-  if (refusal) std::rethrow_exception(refusal);
-  std::vector<float> result(static_cast<size_t>(batch.num_samples * batch.seq_len * model_.vocab));
-  if (batch.num_samples == 0 && is_local) return result;
-  const HostBatch stretched = tp_ ? padded(batch, model_.lanes.lanes) : HostBatch();
-  const WaitAtExit wait(*stream_), wait_background(background());
-  const LayerRange layers{0, model_.layers.size() - 1};
-  plan_visits(1, layers.end, /*with_backward=*/false);
-  if (batch.num_samples == 0) {
-    skip_forward(layers, params_.weights);
-    return result;
-  }
-  const Context context = make_context(upload(*stream_, tp_ ? stretched : batch), 0, batch.num_samples, 0,
-                                       /*training=*/false);
-  const Tensor scores = run_forward(model_, layers, context, params_.weights, {}, nullptr);
-  if (tp_) return joined_logits(scores, batch, stretched);
-  copy_to_host(*stream_, wide(*stream_, scores), result.data());
-  stream_->synchronize();
-  return result;
-}
-
-std::vector<float> Engine::pipeline_logits(const HostBatch& batch, const std::exception_ptr& refusal) {
-  Communicator& stages = pipeline_->group();
-  agree(stages, *stream_, {fact("num_samples", batch.num_samples), fact("seq_len", batch.seq_len)}, refusal,
-        0, "pp");
-  const HostBatch stretched = tp_ ? padded(batch, model_.lanes.lanes) : HostBatch();
-  if (tp_)
-    agree(tp_->group(), *stream_, {fact("num_samples", batch.num_samples), fact("seq_len", batch.seq_len)},
-          nullptr, 0, "tp");
-  const Shape shape = tp_ ? Shape{tp_->lanes().count, batch.num_samples * stretched.seq_len,
-                                  ceil_div(model_.vocab, model_.lanes.lanes)}
-                          : Shape{batch.num_samples * batch.seq_len, model_.vocab};
-  std::vector<float> result(static_cast<size_t>(batch.num_samples * batch.seq_len * model_.vocab));
-  // In stage 3 the ranks of dp gather together.
-  if (batch.num_samples == 0 && options_.zero.stage < 3) return result;
-  const WaitAtExit wait(*stream_), wait_background(background());
-  StageRun run{.micro_batches = {{0, batch.num_samples}}, .with_backward = false, .with_loss = false};
-  run.context = [this, on_device = upload(*stream_, tp_ ? stretched : batch)](const MicroRange& range) {
-    return make_context(on_device, range.begin, range.end, 0, /*training=*/false);
-  };
-  pipeline_->forward(std::move(run));
-  const Tensor& output = pipeline_->output();
-  const Tensor logits =
-      output.defined() ? wide(*stream_, output) : empty(device_, DType::kF32, shape, "logits");
-  stages.broadcast(logits, pipeline_->last_stage(), *stream_)->wait_on(*stream_);
-  pipeline_->wait();
-  if (tp_) return joined_logits(logits, batch, stretched);
-  copy_to_host(*stream_, logits, result.data());
-  stream_->synchronize();
-  return result;
 }
 
 int64_t Engine::num_parameters() const {

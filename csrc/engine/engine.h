@@ -137,7 +137,14 @@ class Engine {
                        std::exception_ptr refusal);
   Context make_context(const DeviceBatch& batch, int64_t begin, int64_t end, int64_t first_sample,
                        bool training) const;
-  void run_lanes(const DeviceBatch& batch, float loss_scale);
+  void run_lanes(const std::vector<MicroRange>& ranges, const std::vector<DeviceBatch>& batches,
+                 float loss_scale);
+  // `batch` in device memory: whole, or micro-batch by micro-batch where their lengths differ. `kept`: the
+  // host memory that must live until it is there.
+  std::vector<DeviceBatch> upload_parts(const HostBatch& batch, const std::vector<MicroRange>& ranges,
+                                        std::vector<HostBatch>* kept);
+  // Throws InvalidArgument unless there is a length for each of them.
+  void check_lengths(const HostBatch& batch, const std::vector<MicroRange>& ranges) const;
   // This rank's batch, lane by lane or round by round.
   std::vector<MicroRange> micro_ranges() const;
   // Their losses are added to loss_sum_.

@@ -28,8 +28,8 @@ struct MemoryQuestion {
 // (partial sums of a rank's lanes of dp, and of tp where a parameter is not cut), moments; for a step: gather
 // window (weights of stage 3), buckets (gradients of stage 2 until they are reduced), rounded gradients (what
 // is communicated in 16 bits, if all buckets are on their way at once), visiting moments (of a unit, while
-// offloaded ones are on the host). Without activations, and without the staging of the communicators, which is
-// not device memory.
+// offloaded ones are on the host). Without activations, and without the staging of the communicators, which
+// is not device memory.
 std::vector<MemoryTerm> memory_terms(const UnitPlan& plan, const ParamRegistry& registry,
                                      std::span<const OptimizerState> state, const MemoryQuestion& question);
 

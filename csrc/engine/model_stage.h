@@ -15,6 +15,7 @@ namespace polyreme {
 struct MicroRange {
   int64_t begin = 0;
   int64_t end = 0;
+  int64_t number = 0;           // among a rank's micro-batches, in order of samples
   bool completes_lane = false;  // the last one of its lane, or of its round
 };
 

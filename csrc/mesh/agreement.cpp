@@ -1,6 +1,7 @@
 #include "mesh/agreement.h"
 
 #include "base/hash.h"
+#include "device/cpu/dry_device.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -11,6 +12,11 @@ Fact fact(const char* name, const std::string& text) {
 
 std::vector<int64_t> gather_values(Communicator& group, Stream& stream, const std::vector<int64_t>& mine) {
   const auto width = static_cast<int64_t>(mine.size());
+  if (is_dry(stream.device())) {  // the other ranks are taken to be as this one
+    std::vector<int64_t> same;
+    for (int rank = 0; rank < group.size(); ++rank) same.insert(same.end(), mine.begin(), mine.end());
+    return same;
+  }
   std::vector<int64_t> all(mine.size() * static_cast<size_t>(group.size()));
   const WaitAtExit wait(stream);
   const Tensor gathered = empty(stream.device(), DType::kI64, {group.size() * width}, "facts");

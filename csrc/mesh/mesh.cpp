@@ -4,6 +4,7 @@
 #include <set>
 
 #include "base/error.h"
+#include "comm/dry_communicator.h"
 #include "comm/factory.h"
 #include "comm/split.h"
 
@@ -38,6 +39,8 @@ Mesh::Mesh(Communicator& world, MeshLayout layout, const std::vector<std::vector
   for (const Axis& axis : layout_.axes()) {
     if (axis.size > 1)
       make({axis.name}, axis.name);
+    else if (const auto* dry = dynamic_cast<const DryCommunicator*>(&world_))
+      groups_[{axis.name}] = dry->subgroup(0, 1, axis.name);
     else
       groups_[{axis.name}] = std::move(make_local_communicators(1, {.name = axis.name}).front());
   }
@@ -48,7 +51,12 @@ void Mesh::make(const Key& key, const std::string& name) {
   if (groups_.contains(key)) return;
   const std::vector<int> members = layout_.group(world_.rank(), key);
   const auto self = std::find(members.begin(), members.end(), world_.rank());
-  groups_[key] = world_.split(members.front(), static_cast<int>(self - members.begin()), name);
+  const auto place = static_cast<int>(self - members.begin());
+  if (const auto* dry = dynamic_cast<const DryCommunicator*>(&world_)) {
+    groups_[key] = dry->subgroup(place, static_cast<int>(members.size()), joined(key, "+"));
+  } else {
+    groups_[key] = world_.split(members.front(), place, name);
+  }
 }
 
 Communicator& Mesh::group(const std::vector<std::string>& axes) const {

@@ -46,24 +46,32 @@ void validate(const GptConfig& config) {
 }
 
 // A branch of a block between its norm and its dropout. Several lanes: for one of them, with what joins them.
-LayerPtr join_lanes(LayerPtr inner, const Linear& last, const GptConfig& config, const TensorLanes& lanes) {
+LayerPtr join_lanes(LayerPtr inner, const Linear* last, const GptConfig& config, const TensorLanes& lanes) {
   if (lanes.lanes == 1) return inner;
   LaneBranchOptions options{.lanes = lanes, .features = config.hidden, .dtype = config.dtype};
-  if (last.row_bias()) options.bias = *last.row_bias();
+  if (last->row_bias()) options.bias = *last->row_bias();
   return std::make_unique<LaneBranch>(std::move(inner), options);
 }
 
 LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, const TensorLanes& lanes,
                      int64_t index) {
-  const std::string prefix = concat("h.", index, ".");
+  const std::string name = concat("h.", index), prefix = name + ".";
   const int64_t hidden = config.hidden;
+  if (LayerPtr layer = replaced(config.replacer, registry, {name, hidden, hidden, config.dtype}))
+    return layer;
   const int64_t mlp_hidden = config.mlp_hidden > 0 ? config.mlp_hidden : 4 * hidden;
   const double branch_std = config.init_std / std::sqrt(2.0 * static_cast<double>(config.layers));
-  const auto linear = [&](const char* name, int64_t in, int64_t out, const LinearOptions& options) {
-    return std::make_unique<Linear>(registry, prefix + name, in, out, options);
+  const auto own = [&](const std::string& part, int64_t in, int64_t out) {
+    return replaced(config.replacer, registry, {prefix + part, in, out, config.dtype});
   };
-  const auto norm = [&](const char* name) {
-    return std::make_unique<LayerNorm>(registry, prefix + name, hidden, config.layer_norm_eps, config.dtype,
+  const auto linear = [&](const char* part, int64_t in, int64_t out,
+                          const LinearOptions& options) -> LayerPtr {
+    if (LayerPtr layer = own(part, in, out)) return layer;
+    return std::make_unique<Linear>(registry, prefix + part, in, out, options);
+  };
+  const auto norm = [&](const char* part) -> LayerPtr {
+    if (LayerPtr layer = own(part, hidden, hidden)) return layer;
+    return std::make_unique<LayerNorm>(registry, prefix + part, hidden, config.layer_norm_eps, config.dtype,
                                        config.norm_dtype);
   };
   // Dropout stream 0 belongs to the embedding.
@@ -85,22 +93,25 @@ LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, const Ten
   // Built in order, since parameters are numbered as they are declared.
   auto norm1 = norm("ln_1");
   auto qkv = linear("attn.qkv", hidden, 3 * hidden, fused_qkv);
+  LayerPtr attend = own("attn.heads", 3 * hidden, hidden);
   auto attention_out = linear("attn.proj", hidden, hidden, row);
   auto norm2 = norm("ln_2");
   auto up = linear("mlp.fc", hidden, mlp_hidden, column);
+  LayerPtr gelu = own("mlp.gelu", mlp_hidden, mlp_hidden);
   auto down = linear("mlp.proj", mlp_hidden, hidden, row);
 
-  const Linear &last_of_attention = *attention_out, &last_of_mlp = *down;
+  const auto* last_of_attention = dynamic_cast<const Linear*>(attention_out.get());
+  const auto* last_of_mlp = dynamic_cast<const Linear*>(down.get());
   const int64_t parts = lanes.lanes;
-  LayerPtr heads = sequential(
-      std::move(qkv), std::make_unique<CausalAttention>(hidden / parts, config.heads / parts, config.dtype));
+  if (!attend) attend = std::make_unique<CausalAttention>(hidden / parts, config.heads / parts, config.dtype);
+  if (!gelu) gelu = std::make_unique<Gelu>(mlp_hidden / parts, config.dtype);
+  LayerPtr heads = sequential(std::move(qkv), std::move(attend));
   if (config.recompute == Recomputation::kAttention)
     heads = std::make_unique<Recompute>(std::move(heads), hidden, config.dtype);
   LayerPtr all_heads =
       join_lanes(sequential(std::move(heads), std::move(attention_out)), last_of_attention, config, lanes);
-  LayerPtr neurons = join_lanes(
-      sequential(std::move(up), std::make_unique<Gelu>(mlp_hidden / parts, config.dtype), std::move(down)),
-      last_of_mlp, config, lanes);
+  LayerPtr neurons =
+      join_lanes(sequential(std::move(up), std::move(gelu), std::move(down)), last_of_mlp, config, lanes);
   LayerPtr attention = sequential(std::move(norm1), std::move(all_heads), dropout(0));
   LayerPtr mlp = sequential(std::move(norm2), std::move(neurons), dropout(1));
   LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden, config.dtype),
@@ -117,6 +128,12 @@ void check_lanes_of(const GptConfig& config, const TensorLanes& lanes) {
 }
 
 }  // namespace
+
+void check_replacer(const Replacer& replacer, const TensorLanes& lanes) {
+  require<NotAvailable>(!replacer || lanes.lanes == 1, "a layer that is not native (",
+                        replacer ? replacer->description() : "", ") with lanes.tp=", lanes.lanes,
+                        ": this version has them without tensor parallelism; use tp=1");
+}
 
 void check_tensor_cut(const char* family, const char* name, int64_t value, const TensorLanes& lanes) {
   if (value % lanes.lanes == 0) return;
@@ -137,13 +154,15 @@ Cost Model::cost(int64_t num_samples, int64_t seq_len) const {
 Model build_gpt(const GptConfig& config, const TensorLanes& lanes) {
   validate(config);
   check_lanes_of(config, lanes);
+  check_replacer(config.replacer, lanes);
   Model model;
-  model.description = concat(
-      "GPT layers=", config.layers, " hidden=", config.hidden, " heads=", config.heads,
-      " vocab=", config.vocab, " seq_len=", config.seq_len, " mlp_hidden=", config.mlp_hidden,
-      " dropout=", config.dropout, " tied=", config.tied, " layer_norm_eps=", config.layer_norm_eps,
-      " init_std=", config.init_std, " dtype=", dtype_name(config.dtype),
-      " norm_dtype=", dtype_name(config.norm_dtype), " logits_dtype=", dtype_name(config.logits_dtype));
+  model.description =
+      concat("GPT layers=", config.layers, " hidden=", config.hidden, " heads=", config.heads,
+             " vocab=", config.vocab, " seq_len=", config.seq_len, " mlp_hidden=", config.mlp_hidden,
+             " dropout=", config.dropout, " tied=", config.tied, " layer_norm_eps=", config.layer_norm_eps,
+             " init_std=", config.init_std, " dtype=", dtype_name(config.dtype),
+             " norm_dtype=", dtype_name(config.norm_dtype), " logits_dtype=", dtype_name(config.logits_dtype),
+             config.replacer ? " replaced: " + config.replacer->description() : "");
   model.lanes = lanes;
   model.vocab = config.vocab;
   model.max_seq_len = config.seq_len;
@@ -162,7 +181,10 @@ Model build_gpt(const GptConfig& config, const TensorLanes& lanes) {
   });
   for (int64_t i = 0; i < config.layers; ++i)
     add_layer([&] { return build_block(registry, config, lanes, i); });
-  add_layer([&] {
+  add_layer([&]() -> LayerPtr {
+    if (LayerPtr own =
+            replaced(config.replacer, registry, {"ln_f", config.hidden, config.hidden, config.dtype}))
+      return own;
     return std::make_unique<LayerNorm>(registry, "ln_f", config.hidden, config.layer_norm_eps, config.dtype,
                                        config.norm_dtype);
   });

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "nn/compose.h"
+#include "nn/replace.h"
 
 namespace polyreme {
 
@@ -17,6 +18,7 @@ struct GptConfig {
   float layer_norm_eps = 1e-5f;
   double init_std = 0.02;  // the last linear of each branch: init_std / sqrt(2 * layers)
   Recomputation recompute = Recomputation::kNone;
+  Replacer replacer;
   // How parameters and activations are stored (fp32, bf16 or fp16); arithmetic is fp32 in any case.
   DType dtype = DType::kF32;
   DType norm_dtype = DType::kF32;    // gamma and beta: `dtype` or fp32

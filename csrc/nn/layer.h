@@ -74,6 +74,7 @@ struct Context {
 struct Saved {
   std::vector<Tensor> tensors;
   std::vector<Saved> children;
+  std::shared_ptr<void> foreign;  // of a layer that is not native
 };
 
 // The work of one micro-batch of `num_samples` x `seq_len` tokens, on one rank. The one description of cost:

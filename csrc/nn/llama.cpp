@@ -67,15 +67,23 @@ LayerPtr join_lanes(LayerPtr inner, const LlamaConfig& config, const TensorLanes
 
 LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, const TensorLanes& lanes,
                      int64_t index) {
-  const std::string prefix = concat("h.", index, ".");
+  const std::string name = concat("h.", index), prefix = name + ".";
+  if (LayerPtr layer =
+          replaced(config.replacer, registry, {name, config.hidden, config.hidden, config.dtype}))
+    return layer;
   const int64_t hidden = config.hidden, head_dim = hidden / config.heads;
   const double branch_std = config.init_std / std::sqrt(2.0 * static_cast<double>(config.layers));
-  const auto linear = [&](const char* name, int64_t in, int64_t out, LinearOptions options) {
-    options.bias = false;
-    return std::make_unique<Linear>(registry, prefix + name, in, out, options);
+  const auto own = [&](const std::string& part, int64_t in, int64_t out) {
+    return replaced(config.replacer, registry, {prefix + part, in, out, config.dtype});
   };
-  const auto norm = [&](const char* name) {
-    return std::make_unique<RmsNorm>(registry, prefix + name, hidden, config.norm_eps, config.dtype,
+  const auto linear = [&](const char* part, int64_t in, int64_t out, LinearOptions options) -> LayerPtr {
+    if (LayerPtr layer = own(part, in, out)) return layer;
+    options.bias = false;
+    return std::make_unique<Linear>(registry, prefix + part, in, out, options);
+  };
+  const auto norm = [&](const char* part) -> LayerPtr {
+    if (LayerPtr layer = own(part, hidden, hidden)) return layer;
+    return std::make_unique<RmsNorm>(registry, prefix + part, hidden, config.norm_eps, config.dtype,
                                      config.norm_dtype);
   };
   const LinearOptions column{.init_std = config.init_std,
@@ -91,23 +99,25 @@ LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, const T
 
   // Built in order, since parameters are numbered as they are declared.
   auto norm1 = norm("ln_1");
-  auto qkv = linear("attn.qkv", hidden, (config.heads + 2 * config.kv_heads) * head_dim, column);
+  const int64_t qkv_features = (config.heads + 2 * config.kv_heads) * head_dim;
+  auto qkv = linear("attn.qkv", hidden, qkv_features, column);
+  LayerPtr attend = own("attn.heads", qkv_features, hidden);
   auto attention_out = linear("attn.proj", hidden, hidden, row);
   auto norm2 = norm("ln_2");
   auto up = linear("mlp.gate_up", hidden, 2 * config.mlp_hidden, gate_up);
+  LayerPtr gate = own("mlp.swiglu", 2 * config.mlp_hidden, config.mlp_hidden);
   auto down = linear("mlp.down", config.mlp_hidden, hidden, row);
 
   const int64_t parts = lanes.lanes;
   const GroupedAttentionOptions grouped{config.heads / parts, config.kv_heads / parts, head_dim,
                                         config.rope_theta, config.dtype};
-  LayerPtr heads = sequential(std::move(qkv), std::make_unique<GroupedAttention>(grouped));
+  if (!attend) attend = std::make_unique<GroupedAttention>(grouped);
+  if (!gate) gate = std::make_unique<SwiGlu>(config.mlp_hidden / parts, config.dtype);
+  LayerPtr heads = sequential(std::move(qkv), std::move(attend));
   if (config.recompute == Recomputation::kAttention)
     heads = std::make_unique<Recompute>(std::move(heads), hidden, config.dtype);
   LayerPtr all_heads = join_lanes(sequential(std::move(heads), std::move(attention_out)), config, lanes);
-  LayerPtr neurons =
-      join_lanes(sequential(std::move(up), std::make_unique<SwiGlu>(config.mlp_hidden / parts, config.dtype),
-                            std::move(down)),
-                 config, lanes);
+  LayerPtr neurons = join_lanes(sequential(std::move(up), std::move(gate), std::move(down)), config, lanes);
   LayerPtr attention = sequential(std::move(norm1), std::move(all_heads));
   LayerPtr mlp = sequential(std::move(norm2), std::move(neurons));
   LayerPtr block = sequential(std::make_unique<Residual>(std::move(attention), hidden, config.dtype),
@@ -126,13 +136,15 @@ Model build_llama(const LlamaConfig& given, const TensorLanes& lanes) {
     config.mlp_hidden = round_up(ceil_div(8 * config.hidden, int64_t{3}), int64_t{64});
   validate(config);
   check_lanes_of(config, lanes);
+  check_replacer(config.replacer, lanes);
   Model model;
-  model.description = concat(
-      "Llama layers=", config.layers, " hidden=", config.hidden, " heads=", config.heads,
-      " kv_heads=", config.kv_heads, " mlp_hidden=", config.mlp_hidden, " vocab=", config.vocab,
-      " seq_len=", config.seq_len, " rope_theta=", config.rope_theta, " norm_eps=", config.norm_eps,
-      " tied=", config.tied, " init_std=", config.init_std, " dtype=", dtype_name(config.dtype),
-      " norm_dtype=", dtype_name(config.norm_dtype), " logits_dtype=", dtype_name(config.logits_dtype));
+  model.description =
+      concat("Llama layers=", config.layers, " hidden=", config.hidden, " heads=", config.heads,
+             " kv_heads=", config.kv_heads, " mlp_hidden=", config.mlp_hidden, " vocab=", config.vocab,
+             " seq_len=", config.seq_len, " rope_theta=", config.rope_theta, " norm_eps=", config.norm_eps,
+             " tied=", config.tied, " init_std=", config.init_std, " dtype=", dtype_name(config.dtype),
+             " norm_dtype=", dtype_name(config.norm_dtype), " logits_dtype=", dtype_name(config.logits_dtype),
+             config.replacer ? " replaced: " + config.replacer->description() : "");
   model.lanes = lanes;
   model.vocab = config.vocab;
   model.max_seq_len = config.seq_len;
@@ -149,7 +161,10 @@ Model build_llama(const LlamaConfig& given, const TensorLanes& lanes) {
   });
   for (int64_t i = 0; i < config.layers; ++i)
     add_layer([&] { return build_block(registry, config, lanes, i); });
-  add_layer([&] {
+  add_layer([&]() -> LayerPtr {
+    if (LayerPtr own =
+            replaced(config.replacer, registry, {"ln_f", config.hidden, config.hidden, config.dtype}))
+      return own;
     return std::make_unique<RmsNorm>(registry, "ln_f", config.hidden, config.norm_eps, config.dtype,
                                      config.norm_dtype);
   });

@@ -21,6 +21,7 @@ struct LlamaConfig {
   double init_std = 0.02;  // the last linear of each branch: init_std / sqrt(2 * layers)
   bool tied = false;       // head and token embedding are one parameter
   Recomputation recompute = Recomputation::kNone;
+  Replacer replacer;
   // As in GptConfig.
   DType dtype = DType::kF32;
   DType norm_dtype = DType::kF32;

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "device/cpu/background_stream.h"
+#include "device/cpu/dry_device.h"
 #include "pipeline/schedule/issue_order.h"
 #include "pipeline/schedule/validate.h"
 
@@ -57,7 +58,13 @@ int boundary_of(const Action& transfer) {
 // The deferred CPU device runs its streams one by one: a receive ahead would hold up what its sender waits
 // for.
 bool runs_beside_the_host(Stream& stream) {
-  return stream.device().kind() != DeviceKind::kCpu || dynamic_cast<BackgroundStream*>(&stream) != nullptr;
+  return stream.device().kind() != DeviceKind::kCpu || is_dry(stream.device()) ||
+         dynamic_cast<BackgroundStream*>(&stream) != nullptr;
+}
+
+// Else a computation is not over when its call returns.
+bool runs_at_once(Stream& stream) {
+  return stream.device().kind() == DeviceKind::kCpu && as_cpu(stream).runs_at_once();
 }
 
 std::string words(const Action& action) {
@@ -78,6 +85,7 @@ Executor::Executor(Schedule schedule, Communicator& group, Stream& compute, cons
       group_(group),
       compute_(compute),
       num_chunks_(schedule_.num_chunks()),
+      records_(runs_at_once(compute)),
       computed_(compute.device().create_event()) {
   validate(schedule_, {.lanes = options.lanes});
   require(schedule_.num_ranks() == group.size(), "the schedule is for ", schedule_.num_ranks(),
@@ -135,15 +143,20 @@ void Executor::run_action(StageRunner& runner, const Action& action) {
 
 void Executor::run_computation(StageRunner& runner, const Action& action) {
   const auto [kind, chunk, micro_batch, peer, with_previous] = action;
-  if (kind == ActionKind::kBackwardWeight) return runner.backward_weight(chunk, micro_batch);
   const bool is_gradient = kind != ActionKind::kForward;
   const int from = is_gradient ? chunk + 1 : chunk, to = is_gradient ? chunk : chunk + 1;
   const auto is_inside = [this](int boundary) { return boundary > 0 && boundary < num_chunks_; };
-  Tensor in = is_inside(from) ? take({is_gradient, from, micro_batch}) : Tensor();
-  Tensor out = kind == ActionKind::kForward    ? runner.forward(chunk, micro_batch, std::move(in))
-               : kind == ActionKind::kBackward ? runner.backward(chunk, micro_batch, std::move(in))
-                                               : runner.backward_input(chunk, micro_batch, std::move(in));
-  if (is_inside(to)) held_[{is_gradient, to, micro_batch}] = {std::move(out), nullptr};
+  const bool has_tensors = kind != ActionKind::kBackwardWeight;
+  Tensor in = has_tensors && is_inside(from) ? take({is_gradient, from, micro_batch}) : Tensor(), out;
+  const int64_t start_ns = records_ ? FlightRecorder::now_ns() : 0;
+  if (kind == ActionKind::kForward) out = runner.forward(chunk, micro_batch, std::move(in));
+  if (kind == ActionKind::kBackward) out = runner.backward(chunk, micro_batch, std::move(in));
+  if (kind == ActionKind::kBackwardInput) out = runner.backward_input(chunk, micro_batch, std::move(in));
+  if (kind == ActionKind::kBackwardWeight) runner.backward_weight(chunk, micro_batch);
+  FlightRecorder& recorder = compute_.device().recorder();
+  if (records_ && recorder.enabled())
+    recorder.record({.name = name(kind), .start_ns = start_ns, .end_ns = FlightRecorder::now_ns()});
+  if (has_tensors && is_inside(to)) held_[{is_gradient, to, micro_batch}] = {std::move(out), nullptr};
 }
 
 // What a computation takes, or a send.

@@ -73,6 +73,7 @@ class Executor {
   Stream& compute_;
   std::vector<Action> list_;  // as it is issued
   int num_chunks_;
+  bool records_;  // a span for each computation, named after its action, around those of its operations
   std::unique_ptr<Stream> background_;  // null without overlap
   std::unique_ptr<Event> computed_;
   std::map<Key, Held> held_;

@@ -10,9 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import checkpoint, data, errors, lr, models, schedule, testing
+    from . import checkpoint, data, errors, layers, lr, models, schedule, testing
     from ._core import __version__
     from .checkpoint import Checkpointer
+    from .dry_run import Forecast, forecast
     from .errors import (
         CheckpointCorrupt,
         CheckpointError,
@@ -51,6 +52,7 @@ __all__ = [
     "CommError",
     "DeviceError",
     "Error",
+    "Forecast",
     "InvalidArgument",
     "Lanes",
     "Lion",
@@ -76,8 +78,10 @@ __all__ = [
     "clip_grad_norm",
     "data",
     "errors",
+    "forecast",
     "generate",
     "init",
+    "layers",
     "lr",
     "measure_peak_flops",
     "models",
@@ -88,6 +92,7 @@ __all__ = [
 _MODULE_OF = {
     **dict.fromkeys(("LAMB", "SGD", "AdamW", "Lion", "Muon"), "optim"),
     **dict.fromkeys(("ShardedOptimizer", "UpdateStats"), "sharded_optimizer"),
+    **dict.fromkeys(("Forecast", "forecast"), "dry_run"),
     **dict.fromkeys(("LossScale", "Precision"), "precision"),
     **dict.fromkeys(("StepStats", "Trainer"), "trainer"),
     **dict.fromkeys(("Lanes", "World", "init"), "world"),
@@ -101,7 +106,7 @@ _MODULE_OF = {
     "generate": "generation",
     "measure_peak_flops": "gemm_rate",
 }
-_SUBMODULES = ("checkpoint", "data", "errors", "lr", "models", "schedule", "testing")
+_SUBMODULES = ("checkpoint", "data", "errors", "layers", "lr", "models", "schedule", "testing")
 
 
 def __getattr__(name: str) -> Any:

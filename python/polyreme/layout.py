@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from . import schedule as schedules
 from .errors import InvalidArgument
 from .schedule import FixedSchedule, ScheduleKind
+from .schedule.kinds import PUBLISHED
 from .world import Lanes
 from .zero import Zero
 
@@ -20,11 +20,6 @@ __all__ = ["AXES", "Layout", "lanes_of", "lanes_to_verify", "layout_to_verify"]
 AXES = ("dp", "tp", "pp")
 LAYOUT_VARIABLE = "POLYREME_VERIFY_LAYOUT"
 LANES_VARIABLE = "POLYREME_VERIFY_LANES"
-
-_KINDS = {
-    name: getattr(schedules, name)
-    for name in ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v", "dual_pipe_v")
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +48,11 @@ class Layout:
         for part in text.split(","):
             name, _, value = part.partition("=")
             number = re.fullmatch(r"0|[1-9][0-9]{0,8}", value)
-            valid = value in _KINDS if name == "schedule" else number and (int(value) or name == "zero")
+            valid = value in PUBLISHED if name == "schedule" else number and (int(value) or name == "zero")
             if name not in names or not valid or name in values:
                 raise InvalidArgument(
                     f"layout '{text}': '{part}'; expected each at most once of dp=N, tp=N, pp=N, zero=0 to 3,"
-                    f" micro_batch=N, schedule= one of {', '.join(_KINDS)}: such as 'dp=2,tp=2,zero=1'"
+                    f" micro_batch=N, schedule= one of {', '.join(PUBLISHED)}: such as 'dp=2,tp=2,zero=1'"
                 )
             values[name] = value if name == "schedule" else int(value)
         if values.get("zero", 0) > 3:
@@ -81,8 +76,7 @@ class Layout:
     def of_schedule(self, own: ScheduleKind | FixedSchedule | None) -> ScheduleKind | FixedSchedule | None:
         """This layout's schedule, or the script's where there is a pipeline."""
         if self.schedule is not None:
-            kind: ScheduleKind = _KINDS[self.schedule]()
-            return kind
+            return PUBLISHED[self.schedule]()
         return own if self.pp > 1 else None
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from . import _core
 from .checks import check_int, check_number, check_type
 from .errors import InvalidArgument
+from .layers import Layer, runners
 from .precision import Precision
 
 __all__ = ["GPT", "Llama", "Model"]
@@ -27,6 +29,7 @@ class Model(ABC):
     vocab: int
     seq_len: int
     recompute: bool | str = False
+    replace: Mapping[str, Layer] | None = None
 
     @abstractmethod
     def _config(self, precision: str | Precision = "fp32") -> Any: ...
@@ -37,6 +40,21 @@ class Model(ABC):
 
     def _store(self, name: str, value: int | float) -> None:
         object.__setattr__(self, name, value)  # as a plain int or float, whatever type came
+
+    @abstractmethod
+    def _parts(self) -> tuple[str, ...]:
+        """The places of a block."""
+
+    def _facts(self) -> dict[str, Any]:
+        """The configuration as numbers and texts."""
+        facts = {field.name: getattr(self, field.name) for field in fields(self)}
+        own = self._runners().items()
+        return {**facts, "replace": {place: runner.description for place, runner in own} or None}
+
+    def _runners(self) -> dict[str, Any]:
+        blocks = [f"h.{index}" for index in range(self.layers)]
+        parts = [f"{block}.{part}" for block in blocks for part in self._parts()]
+        return runners(self.replace, [*blocks, *parts, "ln_f"], type(self).__name__)
 
     def _check_recompute(self, family: str) -> None:
         value = self.recompute
@@ -102,6 +120,10 @@ class GPT(Model):
     recompute: what backward computes again instead of keeping it; the same bits. True: all but the input of each
         block; least memory, a third more arithmetic. "attention": queries, keys and values and the attention over
         them (selective recomputation); a fifth less memory for less than half of that arithmetic.
+    replace: layers of one's own (polyreme.layers.Layer) by patterns of the places that they take, as in fnmatch: whole
+        blocks "h.0", parts of them "h.*.ln_1", ".ln_2", ".attn.qkv", ".attn.heads", ".attn.proj", ".mlp.fc", ".mlp.gelu",
+        ".mlp.proj", the last norm "ln_f". Not with tensor
+        parallelism.
     """
 
     layers: int = 12
@@ -115,6 +137,7 @@ class GPT(Model):
     layer_norm_eps: float = 1e-5
     init_std: float = 0.02
     recompute: bool | str = False
+    replace: Mapping[str, Layer] | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "seq_len"):
@@ -145,7 +168,11 @@ class GPT(Model):
             init_std=self.init_std,
             recompute=_RECOMPUTE[self.recompute],
             **Precision.of(precision)._dtypes(),
+            replace=self._runners(),
         )
+
+    def _parts(self) -> tuple[str, ...]:
+        return ("ln_1", "attn.qkv", "attn.heads", "attn.proj", "ln_2", "mlp.fc", "mlp.gelu", "mlp.proj")
 
     def _linears(self) -> list[tuple[str, int, int, int]]:
         mlp = self.mlp_hidden or 4 * self.hidden
@@ -172,6 +199,10 @@ class Llama(Model):
     recompute: what backward computes again instead of keeping it; the same bits. True: all but the input of each
         block; least memory, a third more arithmetic. "attention": queries, keys and values and the attention over
         them (selective recomputation); a fifth less memory for less than half of that arithmetic.
+    replace: layers of one's own (polyreme.layers.Layer) by patterns of the places that they take, as in fnmatch: whole
+        blocks "h.0", parts of them "h.*.ln_1", ".ln_2", ".attn.qkv", ".attn.heads", ".attn.proj", ".mlp.gate_up",
+        ".mlp.swiglu", ".mlp.down", the last norm "ln_f". Not with tensor
+        parallelism.
 
     Example:
         >>> pr.models.Llama(layers=6, hidden=768, heads=12, kv_heads=4, vocab=32000, seq_len=1024)
@@ -189,6 +220,7 @@ class Llama(Model):
     init_std: float = 0.02
     tied: bool = False
     recompute: bool | str = False
+    replace: Mapping[str, Layer] | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "seq_len"):
@@ -232,6 +264,19 @@ class Llama(Model):
             tied=self.tied,
             recompute=_RECOMPUTE[self.recompute],
             **Precision.of(precision)._dtypes(),
+            replace=self._runners(),
+        )
+
+    def _parts(self) -> tuple[str, ...]:
+        return (
+            "ln_1",
+            "attn.qkv",
+            "attn.heads",
+            "attn.proj",
+            "ln_2",
+            "mlp.gate_up",
+            "mlp.swiglu",
+            "mlp.down",
         )
 
     def _linears(self) -> list[tuple[str, int, int, int]]:

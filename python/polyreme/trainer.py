@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _core, optim
+from .batch import joined_batch, token_array
 from .checkpoint import Checkpointer, Restored
 from .checkpoint.training import TrainerState
 from .checks import MAX_SEED, check_int, check_number, check_type
@@ -159,11 +160,12 @@ class Trainer:
         self.global_batch = global_batch
         self.seed = seed
         self.precision = precision
+        self._micro_batch = micro_batch
         self.zero = zero
         self.check_every = check_int("check_every", check_every, 0)
         self.frozen = _matching(self.parameter_names(), frozen)
         self.peak_flops: float | None = None
-        lists = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
+        self.schedule = lists = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
         self._engine = _core.Engine(
             mesh.world._core,
             mesh._core,
@@ -220,32 +222,51 @@ class Trainer:
         """Elements of all parameters; tied ones count once."""
         return self._engine.num_parameters
 
-    def step(self, tokens: ArrayLike, targets: ArrayLike) -> StepStats:
+    def step(
+        self, tokens: ArrayLike | Sequence[ArrayLike], targets: ArrayLike | Sequence[ArrayLike]
+    ) -> StepStats:
         """One update on the caller's own batch.
 
         Args:
             tokens: int [global_batch / dp, seq_len]: the part of the global batch at this rank's place along
-                dp, seq_len up to the model's.
+                dp, seq_len up to the model's. Or a list of this rank's micro-batches in order, int
+                [micro_batch, seq_len of its own]; every rank of dp may have other lengths. A lane's last one has
+                what is left of its samples.
             targets: same shape; -100 marks tokens that do not count.
 
         Raises:
             InvalidArgument: wrong shape or a token outside the vocabulary; nothing has changed.
             NumericError: the gradient is not finite; weights and optimizer are as before.
+
+        Example:
+            >>> trainer.step([short_tokens, long_tokens], [short_targets, long_targets])  # doctest: +SKIP
         """
         lr = self.optimizer.lr_at(self.applied_steps + 1)
         start = self._begin()
+        lengths: list[int] = []
+        given: tuple[Any, Any] = (tokens, targets)
         try:
-            arrays = _token_array(tokens, "tokens"), _token_array(targets, "targets")
+            if isinstance(tokens, (list, tuple)) and tokens and np.ndim(tokens[0]) == 2:
+                *joined, lengths = joined_batch(tokens, targets, self.model.seq_len, self._micro_rows())
+                given = (joined[0], joined[1])
+            arrays = token_array(given[0], "tokens"), token_array(given[1], "targets")
         except InvalidArgument:
             nothing = np.zeros((0, 0), np.int32)
             with contextlib.suppress(InvalidArgument):
                 self._engine.train_batch(nothing, nothing, lr)  # which it refuses, on all ranks
             raise
-        raw = self._engine.train_batch(*arrays, lr)
+        raw = self._engine.train_batch(*arrays, lr, lengths)
         seconds = time.perf_counter() - start
         if not self._compared_batches:
             self._warn_of_equal_batches(*arrays)
         return self._stats(raw, lr, seconds)
+
+    def _micro_rows(self) -> list[int]:
+        """Samples of each of this rank's micro-batches, in order."""
+        lanes = self.lanes.dp or 1
+        samples = self.global_batch // lanes
+        sizes = [min(self._micro_batch, samples - begin) for begin in range(0, samples, self._micro_batch)]
+        return sizes * (lanes // self.mesh.size("dp"))
 
     def _warn_of_equal_batches(self, tokens: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Of the first step alone: a loader that gives several ranks the same samples is one from the start."""
@@ -414,7 +435,7 @@ class Trainer:
 
         Collective along pp and tp, whose ranks give the same tokens, and with zero=3, where the ranks gather weights together; local otherwise.
         """
-        return self._engine.logits(_token_array(tokens, "tokens"))
+        return self._engine.logits(token_array(tokens, "tokens"))
 
     def parameter(self, name: str) -> NDArray[np.float32]:
         """A copy of a parameter as the model reads it, in fp32. Collective along pp and tp, and with zero=3."""
@@ -519,14 +540,3 @@ def _matching(names: list[str], patterns: Sequence[str]) -> frozenset[str]:
         if not fnmatch.filter(names, pattern):
             raise InvalidArgument(f"frozen: no parameter matches {pattern!r}; names are like {names[0]!r}")
     return frozenset(name for name in names for pattern in patterns if fnmatch.fnmatchcase(name, pattern))
-
-
-def _token_array(values: ArrayLike, what: str) -> NDArray[np.int32]:
-    array = np.asarray(values)
-    if array.ndim != 2 or array.dtype.kind not in "iu":
-        raise InvalidArgument(
-            f"{what} are {array.dtype}{list(array.shape)}; expected integers of shape [num_samples, seq_len]"
-        )
-    if array.size and (int(array.max()) > 2**31 - 1 or int(array.min()) < -(2**31)):
-        raise InvalidArgument(f"{what} have values outside 32 bits: {array.min()} to {array.max()}")
-    return np.ascontiguousarray(array, dtype=np.int32)

@@ -165,6 +165,17 @@ def test_step_against_data_parallel_torch():
         assert result["memory_ratio"][name] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.torch
+def test_step_against_torch_pipelining():
+    import reference  # noqa: F401  (skips where PyTorch is missing)
+
+    more = ["--axis", "pp", "--batch", 2, "--micro-batch", 1, "--steps", 1, "--against", "torch-pipelining"]
+    result = bench("step", *more)
+    losses = {name: run["loss"] for name, run in result["runs"].items()}
+    assert losses["torch-pipelining"] == pytest.approx(losses["polyreme"], rel=1e-4)
+
+
 def test_other_mathematics_is_told(monkeypatch):
     answers = {"polyreme": 4.0, "torch": 4.1}
 

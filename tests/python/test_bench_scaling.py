@@ -10,9 +10,11 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 
+import numpy as np
 import polyreme as pr
 import pytest
 from helpers import HANG_S, clean_environment, json_lines, polyreme
+from polyreme.bench.pipeline_times import bubbles, own_times
 from polyreme.bench.scaling import Case, ScalingOptions, default_sizes, interval, render_scaling, summarise
 from polyreme.bench.scaling_plot import plot_scaling
 from polyreme.cli.main import main
@@ -250,6 +252,52 @@ def test_under_torchrun():
 
 
 @pytest.mark.mp
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_other_axes(axis):
+    even = ["--layers", 3, "--hidden", 16, "--heads", 2, "--vocab", 31, "--seq-len", 8]
+    more = ["--micro-batches", "2,4", "--schedule", "one_f_one_b,zb_h1"] if axis == "pp" else []
+    done = polyreme(
+        "bench", "scaling", *even, "--axis", axis, "--sizes", "1,2", *more, "--repeats", 1, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [record for record in json_lines(done.stdout) if record["record"] == "summary"]
+    assert len(rows) == (8 if axis == "pp" else 2)
+    for row in rows:
+        assert row["efficiency"] > 0
+        if axis == "pp" and row["size"] == 2:
+            m = row["micro_batches"]
+            assert row["batch"] == m
+            assert 0 < row["predicted"] < 1
+            assert 0 < row["bubble"] < 1
+            assert 0.5 <= row["balance"] <= 1
+        else:
+            assert row["bubble"] is row["predicted"] is None
+    settings = {**settings_of(options(axis=axis, sizes=(1, 2), repeats=1)), "axis": axis}
+    table = render_scaling(settings, rows)
+    assert any("bubble" in line for line in table) == (axis == "pp")
+
+
+def test_bubbles_of_an_even_pipeline_are_those_of_the_paper():
+    """(p - 1) / (m + p - 1) of 1F1B, from spans as the recorder would have them on a machine without noise."""
+    for stages, m in ((2, 4), (4, 8)):
+        schedule = pr.schedule.one_f_one_b().build(stages, m)
+        timeline = schedule.simulate(pr.schedule.Costs(forward=1, backward_input=1, backward_weight=1))
+        ranks = []
+        for rank, actions in enumerate(schedule.actions):
+            spans = [
+                {"kind": "other", "name": action.kind, "start_ns": int(1e9 * start), "end_ns": int(1e9 * end)}
+                for action, (start, end) in zip(actions, timeline.spans[rank], strict=True)
+            ]
+            ranks.append(own_times(spans, schedule, rank, 1))
+            backwards = [span for span in spans if span["name"] != "forward"]
+            assert own_times(backwards, schedule, rank, 1) is None
+        found = bubbles(np.array(ranks), schedule, 1)
+        assert found["bubble"] == pytest.approx((stages - 1) / (m + stages - 1))
+        assert found["predicted"] == pytest.approx(found["bubble"])
+        assert found["balance"] == pytest.approx(1)
+
+
+@pytest.mark.mp
 def test_under_open_mpi():
     if shutil.which("mpirun.openmpi") is None:
         pytest.skip("not installed: mpirun.openmpi")
@@ -275,9 +323,14 @@ def test_under_open_mpi():
 @pytest.mark.parametrize(
     "words_given, code, words",
     [
-        (["--axis", "tp"], 1, ["--axis tp", "along dp only", "--axis dp"]),
-        (["--axis", "pp"], 1, ["--axis pp", "--axis dp"]),
-        (["--axis", "x"], 2, ["--axis x", "expected dp"]),
+        (["--axis", "x"], 2, ["--axis x", "expected dp, tp or pp"]),
+        (["--axis", "pp", "--schedule", "zb"], 2, ["--schedule zb", "zb_h1"]),
+        (["--axis", "pp", "--micro-batches", "0"], 2, ["--micro-batches=0", "at least 1"]),
+        (
+            ["--axis", "pp", "--micro-batches", "3", "--sizes", "1,2"],
+            2,
+            ["--micro-batches 3", "multiples of 2"],
+        ),
         (["--sizes", "2,1"], 2, ["--sizes 2,1", "ascending"]),
         (["--sizes", "0,1"], 2, ["--sizes 0,1", "ascending"]),
         (["--sizes", "two"], 2, ["--sizes two", "1,2"]),

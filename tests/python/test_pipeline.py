@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import numpy as np
 import polyreme as pr
@@ -216,6 +217,155 @@ def test_weights_of_stage_3_are_gathered_once_a_step_unless_asked_otherwise():
     assert alone == by_default
 
 
+# ---- micro-batches of different lengths ----
+
+LENGTHS = {0: ((4, 7, 2, 7), (3, 12, 5, 1)), 1: ((9, 1, 6, 2), (2, 8, 12, 4))}  # by half of the batch, step
+
+
+def ragged(half, step, model):
+    """Four micro-batches of two samples."""
+    random = np.random.default_rng(10 * half + step)
+    shapes = [(2, length) for length in LENGTHS[half][step]]
+    return [
+        [random.integers(0, model.vocab, shape, dtype=np.int32) for shape in shapes]
+        for _ in ("tokens", "targets")
+    ]
+
+
+def train_ragged(world, model=MODEL, *, pp=1, tp=1, **options):
+    mesh = pr.Mesh(world, pp=pp, tp=tp)
+    options = {"lanes": pr.Lanes(dp=2, tp=2), "clip_norm": 0.5, **options}
+    optimizer = pr.AdamW(lr=1e-2, eps=1e-4)
+    trainer = pr.Trainer(model, mesh, optimizer=optimizer, global_batch=16, micro_batch=2, **options)
+    history = []
+    for step in range(2):
+        halves = range(2) if mesh.size("dp") == 1 else [mesh.coordinate("dp")]
+        parts = [ragged(half, step, model) for half in halves]
+        tokens, targets = ([array for part in parts for array in part[i]] for i in range(2))
+        stats = trainer.step(tokens, targets)
+        history.append((stats.loss.hex(), stats.grad_norm.hex(), stats.tokens, stats.valid_tokens))
+        shape = tokens[1].shape if mesh.size("dp") == 1 else (2, 5)
+        history.append(trainer.logits(np.ones(shape, dtype=np.int32)[:, :4]).tobytes())
+    return history, fingerprint(trainer)
+
+
+PAIRED = pr.models.Llama(layers=6, hidden=16, heads=2, kv_heads=2, vocab=31, seq_len=12)
+
+
+@functools.cache
+def one_ragged_rank(model=MODEL, lanes_tp=1):
+    return run_ranks(1, lambda world: train_ragged(world, model, lanes=pr.Lanes(dp=2, tp=lanes_tp)))[0]
+
+
+@pytest.mark.parametrize("ranks, pp", [(2, 2), (3, 3), (2, 1), (4, 2)])
+def test_o_pp_04_sequence_length_changes_between_micro_batches(ranks, pp):
+    for options in ({}, dict(schedule=pr.schedule.zb_h1(), zero=2)):
+        options = {"lanes": pr.Lanes(dp=2), **({} if pp == 1 else options)}
+        results = run_ranks(ranks, lambda world, o=options: train_ragged(world, pp=pp, **o))
+        assert results == [one_ragged_rank()] * ranks
+    history = one_ragged_rank()[0]
+    assert [step[2] for step in history[::2]] == [2 * sum(LENGTHS[0][i] + LENGTHS[1][i]) for i in range(2)]
+
+
+def test_o_pp_04_is_the_token_mean_of_what_is_there():
+    """Equal to whole samples whose further targets do not count, up to the rounding of zeros that are added."""
+
+    def run(world, whole):
+        trainer = pr.Trainer(MODEL, pr.Mesh(world), optimizer=pr.SGD(lr=0.1), global_batch=8, micro_batch=2)
+        tokens, targets = ragged(0, 0, MODEL)
+        if whole:
+            tokens = np.concatenate([np.pad(t, ((0, 0), (0, 12 - t.shape[1]))) for t in tokens])
+            filler = dict(constant_values=-100)
+            targets = np.concatenate([np.pad(t, ((0, 0), (0, 12 - t.shape[1])), **filler) for t in targets])
+        stats = trainer.step(tokens, targets)
+        return stats.valid_tokens, stats.loss, trainer.gradient("h.0.attn.qkv.weight")
+
+    (apart,), (whole,) = (run_ranks(1, lambda world, w=w: run(world, w)) for w in (False, True))
+    assert apart[0] == whole[0] == 2 * (4 + 7 + 2 + 7)
+    assert apart[1] == pytest.approx(whole[1], rel=1e-6)
+    np.testing.assert_allclose(apart[2], whole[2], atol=1e-7)
+
+
+@pytest.mark.parametrize("ranks, pp", [(4, 2), (8, 2), (8, 4)])
+def test_o_pp_05_lengths_with_tp_and_pp_differ_by_micro_batch_and_rank_of_dp(ranks, pp):
+    results = run_ranks(ranks, lambda world: train_ragged(world, PAIRED, pp=pp, tp=2))
+    assert results == [one_ragged_rank(PAIRED, 2)] * ranks
+
+
+def test_what_is_wrong_with_a_list_of_micro_batches_is_said():
+    def body(world):
+        trainer = pr.Trainer(MODEL, pr.Mesh(world), optimizer=pr.SGD(lr=0.1), global_batch=8, micro_batch=3)
+        good, other = ragged(0, 0, MODEL)
+
+        def refusal(words, tokens, targets=other):
+            refused(pr.errors.InvalidArgument, words, lambda: trainer.step(tokens, targets))
+
+        refusal(["4 micro-batches", "expects 3", "[3, 3, 2]"], good)
+        refusal(["micro-batch 0 has 2 samples", "[3, 3, 2]"], good[:3], other[:3])
+        refusal(["as many"], good, other[:3])
+        refusal(["as many"], good, np.zeros((8, 4), dtype=np.int32))
+
+    run_ranks(1, body)
+
+
+WIDE = pr.models.GPT(layers=2, hidden=64, heads=1, mlp_hidden=8, vocab=8, seq_len=64, tied=False)
+
+
+def train_wide(world, pp):
+    """Six micro-batches of 16 MiB at every boundary, forwards and backwards."""
+    data = batches(1, 6 * 1024, WIDE)[0]
+    options = dict(optimizer=pr.SGD(lr=0.1), global_batch=6 * 1024, micro_batch=1024)
+    return pr.Trainer(WIDE, pr.Mesh(world, pp=pp), **options).step(*data).loss
+
+
+@functools.cache
+def one_wide_rank():
+    return run_ranks(1, lambda world: train_wide(world, 1))[0]
+
+
+@pytest.mark.slow
+def test_o_pp_06_large_activations_both_ways_at_once():
+    for pp in (2, 4) if os.environ.get("POLYREME_TEST_FULL") else (2,):
+        assert run_ranks(pp, lambda world, pp=pp: train_wide(world, pp)) == [one_wide_rank()] * pp
+
+
+def test_o_pp_08_evaluation_has_a_mean_of_its_own(tmp_path):
+    """Two micro-batches of equal token counts; training takes four."""
+    random = np.random.default_rng(5)
+    path = token_file(tmp_path, random.integers(0, MODEL.vocab, 2 * MODEL.seq_len + 1), MODEL.vocab)
+
+    def run(world):
+        data = pr.data.TokenDataset(path, seq_len=MODEL.seq_len)
+        trainer = pr.Trainer(
+            MODEL, pr.Mesh(world, pp=2), optimizer=pr.SGD(lr=0.1), global_batch=4, micro_batch=1
+        )
+        first, both = (trainer.evaluate(data, num_samples=count) for count in (1, 2))
+        trainer.step(*(part[:4] for part in DATA[0]))
+        assert trainer.evaluate(data, num_samples=2) != both
+        return first, both
+
+    def each(world):
+        data = pr.data.TokenDataset(path, seq_len=MODEL.seq_len)
+        trainer = pr.Trainer(MODEL, pr.Mesh(world), optimizer=pr.SGD(lr=0.1), global_batch=1)
+        return trainer.evaluate(data, num_samples=1), trainer.evaluate(data, num_samples=2)
+
+    assert run_ranks(2, run) == run_ranks(1, each) * 2
+
+
+def test_o_pp_09_gradients_are_means_over_tokens():
+    """24 valid tokens in three micro-batches of 10, 8 and 6."""
+    tokens, targets = (part[:3].copy() for part in batches(1, 3, MODEL)[0])
+    for row, valid in enumerate((10, 8, 6)):
+        targets[row, valid:] = -100
+
+    def run(world, pp):
+        trainer = pr.Trainer(MODEL, pr.Mesh(world, pp=pp), optimizer=pr.SGD(lr=0.1), global_batch=3)
+        assert trainer.step(tokens, targets).valid_tokens == 24
+        return [trainer.gradient(name).tobytes() for name in trainer.parameter_names()]
+
+    assert run_ranks(2, lambda world: run(world, 2)) == run_ranks(1, lambda world: run(world, 1)) * 2
+
+
 def test_what_does_not_fit_is_refused_with_the_numbers():
     def refusal(error, words, ranks=2, pp=2, **options):
         run_ranks(ranks, lambda world: refused(error, words, lambda: train(world, pp, **options)))
@@ -285,6 +435,20 @@ def test_processes_have_the_bits_of_one_rank(tmp_path):
     done = polyreme("run", "-n", 4, path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(f"RESULT {one_rank()[:2]!r}") == 4
+
+
+@pytest.mark.mp
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_o_pp_06_between_processes(tmp_path, transport):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import polyreme as pr\nfrom test_pipeline import train_wide\n"
+        f"print('LOSS', train_wide(pr.init(transport={transport!r}, timeout_s=60), 2).hex())\n"
+    )
+    done = polyreme("run", "-n", 2, path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"LOSS {one_wide_rank().hex()}") == 2
 
 
 @pytest.mark.mp

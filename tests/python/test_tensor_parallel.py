@@ -76,6 +76,12 @@ def test_lengths_that_the_lanes_do_not_divide():
         assert float.fromhex(loss) == pytest.approx(float.fromhex(other), rel=1e-5)
 
 
+def test_eight_lanes():
+    options = dict(model=pr.models.GPT(layers=1, hidden=16, heads=8, vocab=29, seq_len=8), lanes=8)
+    expected = many(1, **options)
+    assert many(8, tp=8, **options) == many(2, tp=2, zero=1, **options) == expected
+
+
 def test_lanes_are_a_power_of_two_or_the_size():
     model = pr.models.GPT(layers=1, hidden=12, heads=3, mlp_hidden=18, vocab=20, seq_len=6)
     assert many(3, tp=3, lanes=3, model=model)[0]

@@ -18,9 +18,9 @@ UNTIED = pr.models.GPT(**TINY_LM, tied=False)
 ADAMW = pr.AdamW(lr=1e-3, eps=1e-4, weight_decay=0.1)
 
 
-def trainer_of(world, *, model=MODEL, pp=1, **options):
+def trainer_of(world, *, model=MODEL, pp=1, tp=1, **options):
     options = {"global_batch": 8, "lanes": pr.Lanes(dp=4), "optimizer": ADAMW, "clip_norm": 1.0, **options}
-    return pr.Trainer(model, pr.Mesh(world, pp=pp), **options)
+    return pr.Trainer(model, pr.Mesh(world, pp=pp, tp=tp), **options)
 
 
 def step(trainer, batch):
@@ -59,6 +59,23 @@ def on_one_rank(steps, model=MODEL):
 def test_o_ga_07_a_pipeline_with_zero_and_four_micro_batches():
     options = dict(pp=2, zero=1, micro_batch=1, model=UNTIED)
     assert trained(4, 3, **options) == on_one_rank(3, UNTIED)
+
+
+def test_rounded_gradients_and_offloaded_state_on_every_axis():
+    options = dict(
+        precision=pr.Precision(gradients="bf16"),
+        lanes=pr.Lanes(dp=2, tp=2),
+        zero=pr.Zero(stage=2, offload=True),
+    )
+    expected = trained(1, 2, **options)
+    assert expected != trained(1, 2, **{**options, "precision": "fp32"}), "rounding must show"
+    for ranks, axes in (
+        (2, dict(tp=2)),
+        (4, dict(tp=2)),
+        (4, dict(pp=2, micro_batch=2)),
+        (8, dict(pp=2, tp=2)),
+    ):
+        assert trained(ranks, 2, **options, **axes) == expected, (ranks, axes)
 
 
 # ---- tied weights ----

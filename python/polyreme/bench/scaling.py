@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checks import MAX_THREADS, check_int
-from ..errors import InvalidArgument, NotAvailable
+from ..errors import InvalidArgument
 from ..models import GPT
+from ..schedule.kinds import PUBLISHED
 
 __all__ = ["Case", "ScalingOptions", "default_sizes", "render_scaling", "summarise"]
 
@@ -38,7 +39,7 @@ _NORMAL = 1.960
 class Case:
     """One way to run the model.
 
-    size: ranks. batch: samples of a step over all of them.
+    size: ranks. batch: samples of a step over all of them. schedule, micro_batches: of a pipeline, else "" and 0.
     """
 
     size: int
@@ -48,10 +49,14 @@ class Case:
     sums: str
     bucket_mib: int
     overlap: bool
+    schedule: str = ""
+    micro_batches: int = 0
 
     @property
     def label(self) -> str:
         """What it is apart from its size."""
+        if self.schedule:
+            return f"{self.schedule}, {self.micro_batches} micro-batches, {self.precision}"
         overlap = "overlap" if self.overlap else "no overlap"
         return f"zero={self.zero} {self.precision} {self.sums} {self.bucket_mib} MiB {overlap}"
 
@@ -62,11 +67,13 @@ class ScalingOptions:
 
     sizes: numbers of ranks; the smallest is what efficiency refers to. Empty: by the job.
     kinds: "weak": `batch` samples for each rank; "strong": `batch` for each rank of the largest size, over all ranks.
-    zeros, precisions, sums, bucket_mibs, overlaps: every combination is measured.
+    axis: "dp", "tp", or "pp": a pipeline of as many stages. There micro_batches takes the place of `batch`: those of a
+        step on the largest size, and each rank's share of their samples on the others.
+    zeros, precisions, sums, bucket_mibs, overlaps, schedules, micro_batches: every combination is measured.
     threads: of each rank, which is pinned to as many CPUs.
 
     Raises:
-        InvalidArgument, NotAvailable: on construction, for what cannot be measured.
+        InvalidArgument: on construction, for what cannot be measured.
     """
 
     model: GPT
@@ -78,6 +85,8 @@ class ScalingOptions:
     sums: tuple[str, ...] = ("ordered",)
     bucket_mibs: tuple[int, ...] = (25,)
     overlaps: tuple[bool, ...] = (True,)
+    schedules: tuple[str, ...] = ("one_f_one_b",)
+    micro_batches: tuple[int, ...] = (2, 4, 8, 16)
     batch: int = 2
     micro_batch: int = 2
     threads: int = 1
@@ -87,12 +96,8 @@ class ScalingOptions:
     warmup: int = 1
 
     def __post_init__(self) -> None:
-        if self.axis in ("tp", "pp"):
-            raise NotAvailable(
-                f"--axis {self.axis}: the Trainer of this version trains along dp only; use --axis dp"
-            )
-        if self.axis != "dp":
-            raise InvalidArgument(f"--axis {self.axis}: expected dp")
+        if self.axis not in ("dp", "tp", "pp"):
+            raise InvalidArgument(f"--axis {self.axis}: expected dp, tp or pp")
         _check_list("--kinds", self.kinds, KINDS)
         _check_list("--precision", self.precisions)
         _check_list("--zero", self.zeros)
@@ -108,7 +113,22 @@ class ScalingOptions:
             _check_list("--sizes", self.sizes)
             if min(self.sizes) < 1 or list(self.sizes) != sorted(self.sizes):
                 raise InvalidArgument(f"--sizes {_text(self.sizes)}: expected ascending numbers of ranks")
-        self._check_batch()
+        _check_list("--schedule", self.schedules, tuple(PUBLISHED))
+        _check_list("--micro-batches", self.micro_batches)
+        if self.axis == "pp":
+            self._check_micro_batches()
+        else:
+            self._check_batch()
+
+    def _check_micro_batches(self) -> None:
+        for count in self.micro_batches:
+            check_int("--micro-batches", count, 1)
+            for size in self.sizes if "weak" in self.kinds else ():
+                if count * self.micro_batch * size % self.sizes[-1]:
+                    raise InvalidArgument(
+                        f"--micro-batches {count} of {self.micro_batch} samples: {size} of {self.sizes[-1]} ranks have no"
+                        f" equal share of them; choose multiples of {self.sizes[-1]}"
+                    )
 
     def _check_batch(self) -> None:
         if self.batch % self.micro_batch:
@@ -127,18 +147,26 @@ class ScalingOptions:
         """The same with these sizes."""
         return dataclasses.replace(self, sizes=tuple(sizes))
 
-    def batch_of(self, kind: str, size: int) -> int:
+    def batch_of(self, kind: str, size: int, micro_batches: int = 0) -> int:
         """Samples of a step over `size` ranks."""
+        if micro_batches:
+            whole = micro_batches * self.micro_batch
+            return whole * size // self.sizes[-1] if kind == "weak" else whole
         return self.batch * (size if kind == "weak" else self.sizes[-1])
 
     def series(self) -> list[tuple[str, list[Case]]]:
         """(kind, cases by size) of every line of the result. Cases are shared: one rank has nothing to shard."""
         found = []
         choices = (self.kinds, self.zeros, self.precisions, self.sums, self.bucket_mibs, self.overlaps)
-        for kind, zero, precision, sums, mib, overlap in itertools.product(*choices):
+        pipelines = itertools.product(self.schedules, self.micro_batches) if self.axis == "pp" else [("", 0)]
+        for (kind, zero, precision, sums, mib, overlap), (schedule, count) in itertools.product(
+            itertools.product(*choices), pipelines
+        ):
             whole = Case(
                 size=self.sizes[-1],
-                batch=self.batch_of(kind, self.sizes[-1]),
+                batch=self.batch_of(kind, self.sizes[-1], count),
+                schedule=schedule,
+                micro_batches=count,
                 zero=zero,
                 precision=precision,
                 sums=sums,
@@ -149,9 +177,10 @@ class ScalingOptions:
         return found
 
     def _at(self, case: Case, kind: str, size: int) -> Case:
-        batch = self.batch_of(kind, size)
+        batch = self.batch_of(kind, size, case.micro_batches)
         if size > 1:
-            return dataclasses.replace(case, size=size, batch=batch)
+            count = -(-batch // self.micro_batch) if case.schedule else 0
+            return dataclasses.replace(case, size=size, batch=batch, micro_batches=count)
         return Case(
             size=1,
             batch=batch,
@@ -199,19 +228,20 @@ def summarise(options: ScalingOptions, turns: dict[Case, list[dict[str, Any]]]) 
     """One row for each size of each series. `turns`: what every turn of a case gave, repeat by repeat.
 
     seconds: median of a step. efficiency with its interval refers to the smallest size of the series;
-    ratio, of the first series of the same kind over this one's seconds, to the same size.
+    ratio, of the first series of the same kind and batch (`reference`) over this one's seconds, to the same size.
+    bubble, predicted, balance: as in pipeline_times, None without a pipeline.
     """
     rows = []
-    first: dict[tuple[str, int], Case] = {}
+    first: dict[tuple[str, int, int], tuple[str, Case]] = {}
     for kind, cases in options.series():
         for case in cases:
             here = [turn["seconds"] for turn in turns[case]]
             rates = [case.batch / (case.size * seconds) for seconds in here]
             base = [cases[0].batch / (cases[0].size * turn["seconds"]) for turn in turns[cases[0]]]
             efficiency, low, high = interval([rate / b for rate, b in zip(rates, base, strict=True)])
-            reference = turns[first.setdefault((kind, case.size), case)]
+            label, other = first.setdefault((kind, case.size, case.batch), (cases[-1].label, case))
             ratio, ratio_low, ratio_high = interval(
-                [turn["seconds"] / seconds for turn, seconds in zip(reference, here, strict=True)]
+                [turn["seconds"] / seconds for turn, seconds in zip(turns[other], here, strict=True)]
             )
             seconds = statistics.median(here)
             rows.append(
@@ -229,11 +259,13 @@ def summarise(options: ScalingOptions, turns: dict[Case, list[dict[str, Any]]]) 
                     "efficiency": efficiency,
                     "efficiency_low": low,
                     "efficiency_high": high,
+                    "reference": label,
                     "ratio": ratio,
                     "ratio_low": ratio_low,
                     "ratio_high": ratio_high,
                     "peak_bytes": max(turn["peak_bytes"] for turn in turns[case]),
                     "cpu_seconds": statistics.median(turn["cpu_seconds"] for turn in turns[case]),
+                    **{name: _median(turns[case], name) for name in ("bubble", "predicted", "balance")},
                     "collective_s": statistics.median(turn["collective_s"] for turn in turns[case]),
                     "loss": turns[case][0]["loss"],
                 }
@@ -241,37 +273,73 @@ def summarise(options: ScalingOptions, turns: dict[Case, list[dict[str, Any]]]) 
     return rows
 
 
+def _median(turns: Sequence[dict[str, Any]], name: str) -> float | None:
+    return statistics.median(turn[name] for turn in turns) if all(name in turn for turn in turns) else None
+
+
+def _columns(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """(title, value) of what tells the series apart, as wide as the values."""
+    if not row["schedule"]:
+        return [
+            ("zero", f"{row['zero']:>4}"),
+            ("precision", f"{row['precision']:9}"),
+            ("sums", f"{row['sums']:7}"),
+            ("bucket", f"{row['bucket_mib']:>3} MiB"),
+            ("overlap", f"{'on' if row['overlap'] else 'off':>7}"),
+        ]
+
+    def share(name: str) -> str:
+        return "-" if row[name] is None else f"{100 * row[name]:.2f}%"
+
+    return [
+        ("schedule", f"{row['schedule']:12}"),
+        ("precision", f"{row['precision']:9}"),
+        ("m", f"{row['micro_batches']:>3}"),
+        ("bubble", f"{share('bubble'):>7}"),
+        ("predicted", f"{share('predicted'):>9}"),
+        ("balance", f"{share('balance'):>7}"),
+    ]
+
+
 def render_scaling(settings: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     """The result as a table for people."""
     model = settings["model"]
+    of_pipeline = bool(rows[0]["schedule"])
+    samples = "" if of_pipeline else f"{settings['batch']} samples for each rank in "
     lines = [
-        f"GPT {model['layers']} x {model['hidden']}, vocab {model['vocab']}, seq {model['seq_len']}; {settings['batch']}"
-        f" samples for each rank in micro-batches of {settings['micro_batch']}, {settings['threads']} thread(s) each;"
+        f"GPT {model['layers']} x {model['hidden']}, vocab {model['vocab']}, seq {model['seq_len']}; {samples}micro-batches"
+        f" of {settings['micro_batch']}, {settings['threads']} thread(s) each;"
         f" {settings['repeats']} repeats of {settings['steps']} step(s) in turn",
         f"{settings['launcher']}: {settings['ranks']} ranks on {len(set(settings['hosts']))} host(s);"
         f" {'pinned' if settings['pinned'] else 'not pinned'}; load {settings['load_average']:.1f}; {settings['device']}",
         "efficiency: tokens/s for each rank over those of the smallest size, with its 95 % interval; CPU: processor time of"
         f" the busiest rank over time, {100 * settings['threads']}% on a quiet machine;"
         " collectives: time in flight, hidden behind computation or not",
-        f"{'kind':6} {'zero':>4} {'precision':9} {'sums':7} {'bucket':>7} {'overlap':>7} {'ranks':>5} {'batch':>5} {'s/step':>8} {'tokens/s':>10}"
-        f" {'efficiency':>10} {'interval':>16} {'CPU':>6} {'collectives':>11} {'memory':>10}",
     ]
+    if of_pipeline:
+        lines.append(
+            "bubble: share of the stages' time without a computation, of m micro-batches; predicted: by the schedule, from the"
+            " measured times of each stage's computations; balance: the mean stage's busy time over the busiest's"
+        )
+    titles = " ".join(f"{title:>{len(value)}}" for title, value in _columns(rows[0]))
+    lines.append(
+        f"{'kind':6} {titles} {'ranks':>5} {'batch':>5} {'s/step':>8} {'tokens/s':>10} {'efficiency':>10} {'interval':>16} {'CPU':>6} {'collectives':>11} {'memory':>10}"
+    )
     for row in rows:
         low, high = row["efficiency_low"], row["efficiency_high"]
         is_base = low is None or low == high
         between = "-" if is_base else f"{100 * low:6.2f} - {min(100 * high, 999.99):6.2f}%"
         lines.append(
-            f"{row['kind']:6} {row['zero']:>4} {row['precision']:9} {row['sums']:7} {row['bucket_mib']:>3} MiB"
-            f" {'on' if row['overlap'] else 'off':>7} {row['size']:>5} {row['batch']:>5}"
+            f"{row['kind']:6} {' '.join(value for _, value in _columns(row))} {row['size']:>5} {row['batch']:>5}"
             f" {row['seconds']:8.4f} {row['tokens_per_s']:10.1f} {100 * row['efficiency']:9.2f}% {between:>16}"
             f" {100 * row['cpu_seconds'] / row['seconds']:5.0f}% {100 * row['collective_s'] / row['seconds']:10.2f}% {row['peak_bytes'] / 2**20:6.0f} MiB"
         )
-    compared = [row for row in rows if row["label"] != rows[0]["label"] and row["size"] > 1]
+    compared = [row for row in rows if row["label"] != row["reference"] and row["size"] > 1]
     for row in compared:
         low, high = row["ratio_low"], row["ratio_high"]
         between = f" ({low:.3f} to {high:.3f})" if low is not None else ""
         lines.append(
-            f"{row['kind']}, {row['size']} ranks: {rows[0]['label']} takes {row['ratio']:.3f}{between} of the time of"
+            f"{row['kind']}, {row['size']} ranks: {row['reference']} takes {row['ratio']:.3f}{between} of the time of"
             f" {row['label']}"
         )
     if len(settings["sums"]) > 1:

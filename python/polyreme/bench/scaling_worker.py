@@ -14,6 +14,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from itertools import filterfalse
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from polyreme.environment import RankEnvironment, read_rank_environment
 from polyreme.environment.meeting import listen
 from polyreme.errors import Error, InvalidArgument
 from polyreme.launch.env import usable_cpus
+from polyreme.schedule.kinds import PUBLISHED
 
+from .pipeline_times import bubbles, is_of_stage, own_times
 from .scaling import Case, ScalingOptions, default_sizes, render_scaling, summarise
 from .scaling_plot import plot_scaling
 
@@ -196,7 +199,7 @@ def _measure(job: _Job, tell: Callable[[dict[str, Any], list[dict[str, Any]]], N
             tell(settings, [{"record": "turn", "repeat": repeat, **dataclasses.asdict(case), **result}])
             if job.world.rank == 0 and sys.stderr.isatty():
                 print(f"\rturn {number + 1} of {options.repeats * len(cases)} ", end="", file=sys.stderr)
-    _check_losses(turns)
+    _check_losses(turns, options.axis)
     tell(settings, summarise(options, turns))
 
 
@@ -212,32 +215,53 @@ def _turn(job: _Job, case: Case, number: int) -> dict[str, Any]:
     loss = job.group.broadcast(np.array([result.get("loss", 0.0)]))
     return {
         **dict(zip(_NUMBERS, largest.tolist(), strict=True)),
+        **_bubbles(job, case, result.get("stage_times")),
         "loss": float(loss[0]),
         "step_seconds": result.get("step_seconds", []),
         "breakdown_s": result.get("breakdown_s", {}),
     }
 
 
+def _bubbles(job: _Job, case: Case, own: Any) -> dict[str, float]:
+    """What the ranks of a pipeline did with their time; nothing where they share no clock, or spans were lost."""
+    if not case.schedule:
+        return {}
+    schedule = PUBLISHED[case.schedule]().build(case.size, case.micro_batches)
+    steps = job.options.steps
+    num_chunks = sum(len(chunks) for chunks in schedule.chunks)
+    row = np.full((1, 3 * (steps + num_chunks)), np.nan)
+    if own is not None:
+        row[0] = own
+    times = job.group.all_gather(row)[: case.size]
+    if np.isnan(times).any() or len(set(job.world.hosts[: case.size])) > 1:
+        return {}
+    return bubbles(times, schedule, steps)
+
+
 def _train(job: _Job, case: Case, environment: RankEnvironment) -> dict[str, Any]:
     """The turn on a rank that takes part in it."""
     options = job.options
     world = pr.init(environment=environment, num_threads=options.threads, isa=options.isa, sums=case.sums)
+    axes: dict[str, Any] = {options.axis: world.size}
+    mesh = pr.Mesh(world, **axes)
     trainer = pr.Trainer(
         options.model,
-        pr.Mesh(world),
+        mesh,
         optimizer=pr.AdamW(lr=1e-4, weight_decay=0.1),
         clip_norm=1.0,
         global_batch=case.batch,
         micro_batch=options.micro_batch,
         zero=pr.Zero(stage=case.zero, bucket_bytes=case.bucket_mib << 20, overlap=case.overlap),
         precision=case.precision,
+        schedule=PUBLISHED[case.schedule]() if case.schedule else None,
     )
-    rows = case.batch // case.size
+    rows = case.batch // mesh.size("dp")
+    place = mesh.coordinate("dp")
     losses: list[float] = []
     seconds: list[float] = []
     cpu_seconds = 0.0
     for step in range(options.warmup + options.steps):
-        tokens = _tokens(options, case, step)[world.rank * rows : (world.rank + 1) * rows]
+        tokens = _tokens(options, case, step)[place * rows : (place + 1) * rows]
         inputs, targets = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
         world._core.record(step >= options.warmup)
         world.barrier()
@@ -248,7 +272,8 @@ def _train(job: _Job, case: Case, environment: RankEnvironment) -> dict[str, Any
             cpu_seconds += (time.process_time() - cpu_start) / options.steps
     world._core.record(False)
     breakdown: dict[str, float] = {}
-    for span in world._core.spans():
+    spans = world._core.spans()
+    for span in filterfalse(is_of_stage, spans):
         taken = 1e-9 * (span["end_ns"] - span["start_ns"]) / options.steps
         breakdown[span["kind"]] = breakdown.get(span["kind"], 0.0) + taken
     result = {
@@ -261,6 +286,8 @@ def _train(job: _Job, case: Case, environment: RankEnvironment) -> dict[str, Any
         "collective_s": breakdown.get("collective", 0.0),
         "breakdown_s": breakdown,
     }
+    if trainer.schedule is not None:
+        result["stage_times"] = own_times(spans, trainer.schedule, mesh.coordinate("pp"), options.steps)
     world.barrier()  # nobody leaves while another still computes
     return result
 
@@ -271,12 +298,17 @@ def _tokens(options: ScalingOptions, case: Case, step: int) -> Any:
     return np.random.default_rng(step).integers(0, options.model.vocab, shape, dtype=np.int32)
 
 
-def _check_losses(turns: dict[Case, list[dict[str, Any]]]) -> None:
-    """Equal batches have equal losses to the last bit at the first step, whoever computed them."""
-    seen: dict[tuple[int, str], tuple[Case, float]] = {}
+def _check_losses(turns: dict[Case, list[dict[str, Any]]], axis: str) -> None:
+    """Equal batches have equal losses to the last bit at the first step, whoever computed them.
+
+    Along tp those of one size: every size has as many lanes as ranks, which is the least work.
+    """
+    seen: dict[tuple[int, str, int], tuple[Case, float]] = {}
     for case, results in turns.items():
         for result in results:
-            other, loss = seen.setdefault((case.batch, case.precision), (case, result["loss"]))
+            other, loss = seen.setdefault(
+                (case.batch, case.precision, case.size if axis == "tp" else 0), (case, result["loss"])
+            )
             if result["loss"] != loss:
                 raise Error(
                     f"bench scaling: the first loss of {case} is {result['loss']!r}, of {other} {loss!r}; equal bits"

@@ -28,7 +28,8 @@ class StepOptions:
     """What to measure.
 
     batch: samples of a step for each rank. micro_batch: of a forward pass.
-    ranks: processes of every contender, with `threads` each. zero: stage of Polyreme and of DeepSpeed.
+    ranks: processes of every contender, with `threads` each. axis: along which they divide the work: "dp", "tp" or
+        "pp", as a pipeline of equal cost. zero: stage of Polyreme and of DeepSpeed.
     steps: timed ones, after one that warms up. record: with the recorder on, for a breakdown.
 
     Raises:
@@ -40,6 +41,7 @@ class StepOptions:
     micro_batch: int = 2
     threads: int = 1
     ranks: int = 1
+    axis: str = "dp"
     zero: int = 0
     precision: str = "fp32"
     isa: str = "auto"
@@ -58,7 +60,25 @@ class StepOptions:
                 f"bench step: batch={self.batch}, micro_batch={self.micro_batch}, steps={self.steps};"
                 " expected 1 <= micro_batch <= batch and steps >= 1"
             )
-        check_rivals(list(self.against), self.ranks, self.precision, self.batch, self.micro_batch)
+        if self.axis not in ("dp", "tp", "pp"):
+            raise InvalidArgument(f"bench step: --axis {self.axis}; expected dp, tp or pp")
+        check_rivals(list(self.against), self.ranks, self.precision, self.batch, self.micro_batch, self.axis)
+
+    @property
+    def split(self) -> list[int] | None:
+        """Blocks of each stage, of equal cost as far as that goes; None without a pipeline."""
+        if self.axis != "pp" or self.ranks == 1:
+            return None
+        one, two = (dataclasses.replace(self.model, layers=n).cost()["forward_flops"] for n in (1, 2))
+        head = one / (two - one) - 1  # in blocks
+        others = self.ranks - 1
+
+        def dearest(last: int) -> float:
+            return max(last + head, -(-(self.model.layers - last) // others))
+
+        last = min(range(1, self.model.layers - others + 1), key=dearest)
+        rest = self.model.layers - last
+        return [rest // others + (stage < rest % others) for stage in range(others)] + [last]
 
 
 def bench_step(options: StepOptions) -> dict[str, Any]:
@@ -77,6 +97,7 @@ def bench_step(options: StepOptions) -> dict[str, Any]:
             **dataclasses.asdict(options),
             "weights": weights,
             "save_weights": bool(options.against),
+            "split": options.split,
         }
         contenders = []
         for name in names:  # one after the other: the first leaves the weights
@@ -152,7 +173,7 @@ def render_step(result: dict[str, Any]) -> list[str]:
     lines = [
         f"GPT {model['layers']} x {model['hidden']}, vocab {model['vocab']}, seq {model['seq_len']}, {result['precision']}:"
         f" {result['ranks']} rank(s) of {result['threads']} thread(s), each with {result['batch']} samples in micro-batches"
-        f" of {result['micro_batch']}, zero={result['zero']}",
+        f" of {result['micro_batch']}, zero={result['zero']}, along {result['axis']}",
         f"sgemm on its shapes, one rank, in GFLOP/s: {sgemm}; CPU: processor time of the busiest"
         f" rank over time, {100 * result['threads']}% on a quiet machine; peak RSS: the largest rank's",
         f"{'':13} {'tokens/s':>9} {'GFLOP/s':>8} {'of sgemm':>8} {'s/step':>7} {'min':>7} {'max':>7} {'CPU':>6} {'peak RSS':>9} {'loss':>9}",

@@ -14,10 +14,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import filterfalse
 from typing import Any
 
 import numpy as np
 
+from .pipeline_times import is_of_stage
 from .torch_rivals import CLIP_NORM, EPS, LR, RIVALS, WEIGHT_DECAY, Step
 
 DAY_S = 86400.0  # how long ranks may wait for the turns of others
@@ -30,7 +32,8 @@ def batch(settings: dict[str, Any], index: int) -> tuple[Any, Any]:
     each, rank = settings["batch"], settings["rank"]
     shape = (each * settings["ranks"], settings["model"]["seq_len"] + 1)
     tokens = np.random.default_rng(index).integers(0, settings["model"]["vocab"], shape, dtype=np.int32)
-    tokens = tokens[rank * each : (rank + 1) * each]
+    if settings["axis"] == "dp":  # along the other axes every rank has the samples of all
+        tokens = tokens[rank * each : (rank + 1) * each]
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
 
 
@@ -52,15 +55,17 @@ def make_polyreme(settings: dict[str, Any]) -> Contender:
     import polyreme as pr
 
     world = pr.init(num_threads=settings["threads"], isa=settings["isa"], timeout_s=DAY_S)
+    axes: dict[str, Any] = {settings["axis"]: world.size}
     trainer = pr.Trainer(
         pr.models.GPT(**settings["model"]),
-        pr.Mesh(world),
+        pr.Mesh(world, **axes),
         optimizer=pr.AdamW(lr=LR, eps=EPS, weight_decay=WEIGHT_DECAY),
         clip_norm=CLIP_NORM,
         global_batch=settings["batch"] * world.size,
         micro_batch=settings["micro_batch"],
         zero=settings["zero"],
         precision=settings["precision"],
+        split=settings["split"],
     )
     for name in trainer.parameter_names():
         values = trainer.parameter(name)
@@ -76,7 +81,7 @@ def make_polyreme(settings: dict[str, Any]) -> Contender:
 
     def finish() -> dict[str, Any]:
         breakdown: dict[str, float] = {}  # of the last step
-        for span in world._core.spans():
+        for span in filterfalse(is_of_stage, world._core.spans()):
             breakdown[span["kind"]] = breakdown.get(span["kind"], 0.0) + 1e-9 * (
                 span["end_ns"] - span["start_ns"]
             )

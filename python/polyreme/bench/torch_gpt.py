@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..models import GPT
 
-__all__ = ["TorchGPT", "load_weights"]
+__all__ = ["TorchGPT", "TorchStage", "groups", "load_weights"]
 
 
 class _Attention(nn.Module):
@@ -78,11 +78,33 @@ class TorchGPT(nn.Module):
         logits = self.lm_head(self.ln_f(x))
         return functional.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1))
 
-    def groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimizer groups by the native default rule: no decay below two dims."""
-        decayed = [p for p in self.parameters() if p.dim() >= 2]
-        others = [p for p in self.parameters() if p.dim() < 2]
-        return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+class TorchStage(nn.Module):
+    """The blocks [begin, end) of a TorchGPT, with what is before the first and after the last of them."""
+
+    def __init__(self, whole: TorchGPT, begin: int, end: int) -> None:
+        super().__init__()
+        self.is_first, self.is_last = begin == 0, end == len(whole.h)
+        if self.is_first:
+            self.wte, self.wpe = whole.wte, whole.wpe
+        self.h = whole.h[begin:end]
+        if self.is_last:
+            self.ln_f, self.lm_head = whole.ln_f, whole.lm_head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens or activations to activations or logits."""
+        if self.is_first:
+            x = self.wte(x) + self.wpe.weight[: x.shape[1]]
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x)) if self.is_last else x
+
+
+def groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Optimizer groups by the native default rule: no decay below two dims."""
+    decayed = [p for p in module.parameters() if p.dim() >= 2]
+    others = [p for p in module.parameters() if p.dim() < 2]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def load_weights(module: TorchGPT, read: Any) -> None:

@@ -50,7 +50,9 @@ def _step(settings: dict[str, Any], module: Any, forward: Any, last: Callable[[b
     """A training step. last(whether it is the last micro-batch) is the context in which one runs."""
     import torch
 
-    optimizer = torch.optim.AdamW(module.groups(WEIGHT_DECAY), lr=LR, eps=EPS, fused=True)
+    from .torch_gpt import groups
+
+    optimizer = torch.optim.AdamW(groups(module, WEIGHT_DECAY), lr=LR, eps=EPS, fused=True)
     size = settings["micro_batch"]
 
     def step(tokens: Any, targets: Any) -> float:
@@ -146,9 +148,11 @@ def _make_deepspeed(settings: dict[str, Any]) -> Step:
     import deepspeed
     import torch
 
+    from .torch_gpt import groups
+
     _join_gloo(settings)
     module = _module(settings)
-    optimizer = torch.optim.AdamW(module.groups(WEIGHT_DECAY), lr=LR, eps=EPS, fused=True)
+    optimizer = torch.optim.AdamW(groups(module, WEIGHT_DECAY), lr=LR, eps=EPS, fused=True)
     accumulated = settings["batch"] // settings["micro_batch"]
     engine, *_ = deepspeed.initialize(
         model=module,
@@ -177,17 +181,71 @@ def _make_deepspeed(settings: dict[str, Any]) -> Step:
     return step
 
 
+def _make_pipelining(settings: dict[str, Any]) -> Step:
+    """torch.distributed.pipelining: 1F1B over stages of our split; every rank has the samples of all."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    from .torch_gpt import TorchStage, groups
+
+    _join_gloo(settings)
+    rank, stages = settings["rank"], settings["ranks"]
+    begin = sum(settings["split"][:rank])
+    part = TorchStage(_module(settings), begin, begin + settings["split"][rank])
+    optimizer = torch.optim.AdamW(groups(part, WEIGHT_DECAY), lr=LR, eps=EPS, fused=True)
+
+    def loss_of(logits: Any, targets: Any) -> Any:
+        flat = logits.view(-1, logits.shape[-1]).float()
+        return torch.nn.functional.cross_entropy(flat, targets.reshape(-1))
+
+    schedule = Schedule1F1B(
+        PipelineStage(part, rank, stages, torch.device("cpu")),
+        n_microbatches=settings["batch"] * stages // settings["micro_batch"],
+        loss_fn=loss_of,
+    )
+
+    def step(tokens: Any, targets: Any) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        losses: list[Any] = []
+        arguments = (_long(tokens),) if part.is_first else ()
+        with _autocast(settings):
+            if part.is_last:
+                schedule.step(*arguments, target=_long(targets), losses=losses)
+            else:
+                schedule.step(*arguments)
+        loss = torch.stack(losses).mean().detach() if part.is_last else torch.zeros(())
+        dist.broadcast(loss, stages - 1)
+        squares = torch.zeros(())
+        for parameter in part.parameters():
+            if parameter.grad is not None:
+                squares += parameter.grad.square().sum()
+        dist.all_reduce(squares)
+        factor = torch.clamp(CLIP_NORM / (squares.sqrt() + 1e-6), max=1.0)  # as clip_grad_norm_ does
+        for parameter in part.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        optimizer.step()
+        return float(loss)
+
+    return step
+
+
 RIVALS: dict[str, Callable[[dict[str, Any]], Step]] = {
     "torch": _make_torch,
     "torch-compile": _make_compile,
     "torch-ddp": _make_ddp,
     "torch-fsdp": _make_fsdp,
     "deepspeed": _make_deepspeed,
+    "torch-pipelining": _make_pipelining,
 }
-DISTRIBUTED = ("torch-ddp", "torch-fsdp", "deepspeed")
+ALONG = {"dp": ("torch-ddp", "torch-fsdp", "deepspeed"), "pp": ("torch-pipelining",)}
+DISTRIBUTED = tuple(name for names in ALONG.values() for name in names)
 
 
-def check_rivals(names: list[str], ranks: int, precision: str, batch: int, micro_batch: int) -> None:
+def check_rivals(
+    names: list[str], ranks: int, precision: str, batch: int, micro_batch: int, axis: str = "dp"
+) -> None:
     """Refuses what cannot run here.
 
     Raises:
@@ -200,6 +258,14 @@ def check_rivals(names: list[str], ranks: int, precision: str, batch: int, micro
         if ranks > 1 and name not in DISTRIBUTED:
             raise InvalidArgument(
                 f"--against {name}: it trains in one process; with --ranks {ranks} compare with torch-ddp"
+            )
+        if ranks > 1 and name not in ALONG.get(axis, ()):
+            fitting = ALONG.get(axis) or ("nothing",)
+            raise InvalidArgument(f"--against {name}: along {axis} compare with {', '.join(fitting)}")
+        if name == "torch-pipelining" and (ranks == 1 or batch * ranks % micro_batch):
+            raise InvalidArgument(
+                f"--against torch-pipelining: it needs --ranks of 2 or more, and micro-batches of equal size; {ranks} x"
+                f" --batch {batch} is no multiple of --micro-batch {micro_batch}, or --ranks is 1"
             )
         if precision not in ("fp32", "bf16"):
             raise InvalidArgument(f"--against {name}: it runs in fp32 and bf16, not in {precision!r}")

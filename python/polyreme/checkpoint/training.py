@@ -76,7 +76,7 @@ class TrainerState:
             "seed": trainer.seed,
             "global_batch": trainer.global_batch,
             "lanes": dataclasses.asdict(trainer.lanes),
-            "model": {"kind": type(trainer.model).__name__, **dataclasses.asdict(trainer.model)},
+            "model": {"kind": type(trainer.model).__name__, **trainer.model._facts()},
             "optimizer": type(trainer.optimizer).__name__,
             "data": trainer._data_facts,
             "isa": trainer.mesh.world.device.rsplit(", ", 1)[-1],

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from polyreme.models import GPT
 
 
+_SIZES = {"layers": 6, "hidden": 768, "heads": 12, "vocab": 50304, "seq_len": 1024}
+# The head costs as much as a block then, so that two stages cost the same.
+_EVEN_SIZES = {"layers": 7, "vocab": 10240}
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the parser of `bench` and of its kinds."""
     parser = subparsers.add_parser("bench", help="measure speed against other libraries")
@@ -54,16 +59,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     scaling = bench_scaling.add_parser(kinds)
     for each in (gemm, step, scaling):
         size = each.add_argument_group("model")
-        for name, default in (
-            ("layers", 6),
-            ("hidden", 768),
-            ("heads", 12),
-            ("vocab", 50304),
-            ("seq-len", 1024),
-        ):
-            size.add_argument(
-                f"--{name}", type=int, default=default, metavar="N", help=f"(default {default})"
-            )
+        for name, default in _SIZES.items():
+            even = f"; {_EVEN_SIZES[name]} along pp" if name in _EVEN_SIZES and each is not gemm else ""
+            option = f"--{name.replace('_', '-')}"
+            size.add_argument(option, type=int, metavar="N", help=f"(default {default}{even})")
         each.add_argument(
             "--threads", type=int, default=1, metavar="N", help="of every contender (default 1)"
         )
@@ -83,13 +82,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--steps", type=int, default=3, metavar="N", help="after one warm-up, in turn (default 3)"
     )
     step.add_argument(
-        "--against", default="", metavar="LIST", help="torch, torch-compile, torch-ddp, torch-fsdp, deepspeed"
+        "--against",
+        default="",
+        metavar="LIST",
+        help="torch, torch-compile, torch-ddp, torch-fsdp, deepspeed; torch-pipelining along pp",
     )
+    step.add_argument("--axis", default="dp", help="that the ranks are along: dp (default), tp, pp")
     step.add_argument(
         "--ranks",
         type=int,
         metavar="N",
-        help="processes of every contender (default 1, or 2 against torch-ddp, torch-fsdp or deepspeed)",
+        help="processes of every contender (default 1, or 2 along tp and pp and against rivals that train on several)",
     )
     step.add_argument(
         "--zero", type=int, default=0, metavar="N", help="stage of ours and of DeepSpeed (default 0)"
@@ -121,9 +124,11 @@ def _names(text: str) -> list[str]:
 def _gpt(args: argparse.Namespace) -> GPT:
     from polyreme.models import GPT
 
-    return GPT(
-        layers=args.layers, hidden=args.hidden, heads=args.heads, vocab=args.vocab, seq_len=args.seq_len
-    )
+    along_pp = getattr(args, "axis", "dp") == "pp"
+    sizes = {**_SIZES, **(_EVEN_SIZES if along_pp else {})}
+    given = {name: getattr(args, name) for name in sizes if getattr(args, name) is not None}
+    # A tied head is summed over two stages, which the rivals do not have.
+    return GPT(**{**sizes, **given}, tied=not along_pp)
 
 
 def _optim(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -182,7 +187,8 @@ def _step(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         batch=args.batch,
         micro_batch=args.batch if args.micro_batch is None else args.micro_batch,
         threads=args.threads,
-        ranks=args.ranks or (2 if set(against) & set(DISTRIBUTED) else 1),
+        ranks=args.ranks or (2 if args.axis != "dp" or set(against) & set(DISTRIBUTED) else 1),
+        axis=args.axis,
         zero=args.zero,
         precision=args.precision,
         isa=args.isa,

@@ -19,6 +19,7 @@ Trains the model on growing numbers of ranks, in turn, and says how much of a ra
 torchrun, srun, mpirun or `polyreme run` it uses the ranks of that job; alone it starts its own on this machine:
 
   polyreme bench scaling --sizes 1,2 --kinds weak,strong --zero 0,1 --plot scaling.svg
+  polyreme bench scaling --axis pp --sizes 1,2 --schedule one_f_one_b,zb_h1 --micro-batches 4,16
   torchrun --nproc-per-node 8 --no-python polyreme bench scaling --out scaling.jsonl
 """
 
@@ -32,7 +33,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--axis", default="dp", help="of the mesh that grows: dp (default)")
+    add("--axis", default="dp", help="of the mesh that grows: dp (default), tp, or pp, a stage for each rank")
     add("--sizes", default="", metavar="LIST", help="numbers of ranks (default: 1,2,4,... up to the job's)")
     add("--kinds", default="weak", metavar="LIST", help="weak (default), strong")
     add("--zero", default="0", metavar="LIST", help="ZeRO stages (default 0)")
@@ -40,8 +41,26 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
     add("--sums", default="ordered", metavar="LIST", help="ordered (default), fast")
     add("--bucket-mib", default="25", metavar="LIST", help="sizes of gradient buckets (default 25)")
     add("--overlap", default="on", metavar="LIST", help="on (default), off: reduce while backward runs")
-    add("--batch", type=int, default=2, metavar="N", help="samples for each rank (default 2)")
-    add("--micro-batch", type=int, metavar="N", help="samples of a forward pass (default: batch)")
+    add(
+        "--batch",
+        type=int,
+        default=2,
+        metavar="N",
+        help="samples for each rank (default 2); not with --axis pp",
+    )
+    add(
+        "--micro-batch",
+        type=int,
+        metavar="N",
+        help="samples of a forward pass (default: batch; 1 with --axis pp)",
+    )
+    add("--schedule", default="one_f_one_b", metavar="LIST", help="with --axis pp (default one_f_one_b)")
+    add(
+        "--micro-batches",
+        default="2,4,8,16",
+        metavar="LIST",
+        help="with --axis pp: of a step on the most ranks",
+    )
     add("--repeats", type=int, default=5, metavar="N", help="turns of each case (default 5)")
     add("--steps", type=int, default=1, metavar="N", help="timed steps of a turn (default 1)")
     add("--warmup", type=int, default=1, metavar="N", help="steps of a turn before them (default 1)")
@@ -59,6 +78,7 @@ def run(args: argparse.Namespace, model: GPT) -> int:
 
     if args.plot and not args.plot.endswith(".svg"):
         raise InvalidArgument(f"--plot {args.plot}: pictures are SVG; give a name that ends in .svg")
+    default_micro_batch = 1 if args.axis == "pp" else args.batch
     options = ScalingOptions(
         model=model,
         axis=args.axis,
@@ -69,8 +89,10 @@ def run(args: argparse.Namespace, model: GPT) -> int:
         sums=tuple(_names(args.sums)),
         bucket_mibs=_numbers("--bucket-mib", args.bucket_mib),
         overlaps=_switches("--overlap", args.overlap),
+        schedules=tuple(_names(args.schedule)),
+        micro_batches=_numbers("--micro-batches", args.micro_batches),
         batch=args.batch,
-        micro_batch=args.batch if args.micro_batch is None else args.micro_batch,
+        micro_batch=default_micro_batch if args.micro_batch is None else args.micro_batch,
         threads=args.threads,
         isa=args.isa,
         repeats=args.repeats,

@@ -13,17 +13,10 @@ from typing import Any
 from polyreme import schedule as schedules
 from polyreme.errors import InvalidArgument
 from polyreme.schedule import Costs, Schedule, Timeline
+from polyreme.schedule.kinds import PUBLISHED
 
 from . import UsageError
 
-_KINDS = {
-    "gpipe": schedules.gpipe,
-    "one_f_one_b": schedules.one_f_one_b,
-    "interleaved": schedules.interleaved,
-    "zb_h1": schedules.zb_h1,
-    "zb_v": schedules.zb_v,
-    "dual_pipe_v": schedules.dual_pipe_v,
-}
 _COSTS = (
     "forward",
     "backward_input",
@@ -50,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         " backward), I (of the input), W (of the weights), small ones for the later chunks of a rank.",
     )
     what = show.add_mutually_exclusive_group(required=True)
-    what.add_argument("--kind", choices=list(_KINDS), help="a published schedule")
+    what.add_argument("--kind", choices=list(PUBLISHED), help="a published schedule")
     what.add_argument("--file", metavar="FILE", help="a schedule in the text form, or the JSON form (.json)")
     show.add_argument("--stages", type=int, metavar="N", help="ranks of the pipeline (with --kind)")
     show.add_argument("--micro-batches", type=int, metavar="N", help="micro-batches of a step (with --kind)")
@@ -116,7 +109,7 @@ def _build(args: argparse.Namespace) -> Schedule:
     if args.chunks is not None and args.kind != "interleaved":
         raise UsageError(f"schedule show: --chunks is for --kind interleaved, not for {args.kind}")
     chunks = {} if args.chunks is None else {"chunks": args.chunks}
-    kind = _KINDS[args.kind](**chunks)
+    kind = PUBLISHED[args.kind](**chunks)
     build = kind.build_forward_only if args.forward_only else kind.build
     return build(args.stages, args.micro_batches)
 

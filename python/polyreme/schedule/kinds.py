@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from polyreme import _core
@@ -13,6 +14,7 @@ from .json_form import MAX_BYTES
 from .schedule import Schedule
 
 __all__ = [
+    "PUBLISHED",
     "FixedSchedule",
     "ScheduleKind",
     "dual_pipe_v",
@@ -125,6 +127,11 @@ def dual_pipe_v() -> ScheduleKind:
     backwards at the ends alone. Needs micro_batches >= 2 * stages.
     """
     return ScheduleKind("dual_pipe_v", 2)
+
+
+PUBLISHED: dict[str, Callable[..., ScheduleKind]] = {
+    make.__name__: make for make in (gpipe, one_f_one_b, interleaved, zb_h1, zb_v, dual_pipe_v)
+}
 
 
 def from_text(text: str) -> FixedSchedule:
