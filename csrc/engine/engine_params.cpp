@@ -111,29 +111,4 @@ void Engine::write_param(const std::string& name, const std::vector<float>& valu
   }
 }
 
-std::vector<float> Engine::joined_logits(const Tensor& parts, const HostBatch& batch,
-                                         const HostBatch& stretched) {
-  Tensor all = wide(*stream_, parts);
-  const int64_t lanes = part_.lanes.lanes, rows = parts.size(1), part = parts.size(2);
-  if (tp_->size() > 1) {
-    const Tensor own = all;
-    all = empty(device_, DType::kF32, {lanes, rows, part}, "logits of all lanes");
-    tp_->group().all_gather(own, all, *stream_)->wait_on(*stream_);
-  }
-  std::vector<float> stored(static_cast<size_t>(all.numel()));
-  copy_to_host(*stream_, all, stored.data());
-  stream_->synchronize();
-  const int64_t vocab = model_.vocab;
-  std::vector<float> result(static_cast<size_t>(batch.num_samples * batch.seq_len * vocab));
-  for (int64_t lane = 0; lane < lanes; ++lane) {
-    const int64_t count = std::clamp<int64_t>(vocab - lane * part, 0, part);
-    for (int64_t row = 0; row < batch.num_samples * batch.seq_len; ++row) {
-      const int64_t from = row / batch.seq_len * stretched.seq_len + row % batch.seq_len;
-      std::copy_n(stored.begin() + (lane * rows + from) * part, count,
-                  result.begin() + row * vocab + lane * part);
-    }
-  }
-  return result;
-}
-
 }  // namespace polyreme

@@ -103,6 +103,8 @@ def test_llama_in(tmp_path):
 
 
 def test_refusals(tmp_path):
+    (tmp_path / "file").write_text("")
+    refused(pr.CheckpointError, ["is no folder", "config.json"], lambda: read_hf(tmp_path / "file"))
     os.makedirs(tmp_path / "hf")
     refused(pr.CheckpointCorrupt, ["config.json", "missing"], lambda: read_hf(tmp_path / "hf"))
     config = {"model_type": "bert"}

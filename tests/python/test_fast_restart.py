@@ -17,6 +17,7 @@ import numpy as np
 import polyreme as pr
 import pytest
 from helpers import HANG_S, alone, clean_environment, json_lines, polyreme, python_corpus, refused
+from polyreme import _core
 from polyreme.checkpoint import complete_steps
 from polyreme.environment import memory_segment
 from polyreme.testing import run_ranks
@@ -319,3 +320,21 @@ def test_what_dead_jobs_have_left_is_removed():
     finally:
         with contextlib.suppress(OSError):
             shutil.rmtree(left)
+
+
+def test_a_save_to_disk_and_a_copy_at_once(segment, tmp_path):
+    """Their messages between the ranks are told apart, whichever is slow."""
+
+    def body(world):
+        with pr.Checkpointer(tmp_path, world=world, memory_every=1, timeout_s=20) as checkpoints:
+            if world.rank == 0:
+                checkpoints._files = _core.FileOps(at=1, kind="delay", delay_s=0.05)
+            for step in (1, 2, 3):
+                state = {"w": np.full(5, step, np.float32)}
+                assert checkpoints.save_async(state, step=step)
+                assert checkpoints.save_async(state, step=step, memory=True)
+            checkpoints.wait()
+            return checkpoints.stats.saved, checkpoints.memory_stats.saved
+
+    assert run_ranks(3, body) == [(3, 3)] * 3
+    assert load(tmp_path) == (3, "memory", 3.0)

@@ -348,3 +348,15 @@ def test_a_killed_rank_under_srun(slurm, tmp_path):
     assert done.returncode != 0
     assert "lost rank 1 (host" in done.stderr
     job.check_nothing_left()
+
+
+@pytest.mark.parametrize("mpi", ["none", "pmix"])
+def test_polyreme_run_inside_a_step_of_one_task(slurm, tmp_path, mpi):
+    """Its variables, and those of PMIx, are of the launcher and not of the ranks that it starts."""
+    if not slurm.has_mpi(mpi):
+        pytest.skip(f"this Slurm has no --mpi={mpi}")
+    job = Job(tmp_path, SUM)
+    command = (sys.executable, "-m", "polyreme", "run", "-n", 2, job.script)
+    done = slurm.srun("-N1", "-n1", f"--mpi={mpi}", *command, VALUE="1", **job.variables)
+    assert done.returncode == 0, done.stderr
+    job.check_nothing_left()

@@ -38,8 +38,9 @@ struct WaitingPolicy {
 constexpr WaitingPolicy kCorePerRank{4000, 200};
 constexpr WaitingPolicy kOversubscribed{100, 50};
 // Where other programs run, a yield gives them the CPU for milliseconds; a sleeper that is woken gets it at
-// once.
-constexpr auto kYieldingLimit = std::chrono::milliseconds(1);
+// once. After a yield that long, this many waits do without.
+constexpr auto kLongYield = std::chrono::microseconds(500);
+constexpr int kWaitsWithoutYields = 100;
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -219,9 +220,14 @@ void SharedGroup::await(Awaited& awaited, Bell& bell) {
       continue;
     }
     if (idle < policy.pauses + policy.yields) {
-      if (idle == policy.pauses) yielding_since = Clock::now();
-      sched_yield();
-      if (Clock::now() - yielding_since > kYieldingLimit) idle = policy.pauses + policy.yields - 1;
+      if (waits_without_yields_ == 0) {
+        if (idle == policy.pauses) yielding_since = Clock::now();
+        sched_yield();
+        if (Clock::now() - yielding_since < kLongYield) continue;
+        waits_without_yields_ = kWaitsWithoutYields;
+      }
+      --waits_without_yields_;
+      idle = policy.pauses + policy.yields - 1;  // sleeps, if it has to wait any longer
       continue;
     }
     const Clock::time_point now = Clock::now();

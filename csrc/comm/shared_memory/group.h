@@ -177,6 +177,7 @@ class SharedGroup {
   std::vector<std::weak_ptr<SharedGroup>> subgroups_;
 
   std::vector<const void*> terms_;
+  int waits_without_yields_ = 0;
   uint64_t meetings_ = 0;
   mutable std::mutex call_mutex_;  // where() comes from the thread that issues, too
   CollectiveCall call_;

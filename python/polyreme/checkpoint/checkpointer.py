@@ -237,6 +237,7 @@ class Checkpointer:
             when_busy=self.when_busy,
             signals=False,
             timeout_s=self.timeout_s,
+            check_replicas=self._checks_replicas,
         )
         memory._segment, memory._peers = path, peers
         memory._leader = peers.leader if peers is not None else 0
@@ -361,7 +362,7 @@ class Checkpointer:
             keep=self.keep,
             timeout_s=self.timeout_s,
             segment=self._segment,
-            place=os.path.basename(self.directory) if self._segment else "",
+            place=f"memory-{os.path.basename(self.directory)}" if self._segment else "",
             leader=self._leader,
             kept=self._peers.kept if self._peers is not None else (),
             received=received,

@@ -300,6 +300,10 @@ def read_hf(folder: str | os.PathLike[str]) -> tuple[models.GPT, Weights]:
         CheckpointError: a family that we do not have, missing weights, damaged files.
     """
     path = os.fspath(folder)
+    if not os.path.isdir(path):
+        raise CheckpointError(
+            f"'{path}' is no folder; expected one of transformers, with config.json and weights"
+        )
     config = _read_json(path, "config.json")
     for kind, (model_type, _, rename, _, arguments_of) in _FAMILIES.items():
         if config.get("model_type") == model_type and hasattr(models, kind):
