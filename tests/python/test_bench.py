@@ -108,6 +108,7 @@ def test_short_kinds_are_shown_with_their_digits():
         "threads": 1,
         "ranks": 1,
         "zero": 0,
+        "axis": "dp",
         "precision": "fp32",
         "sgemm_gflops": {},
         "runs": {"polyreme": run},
