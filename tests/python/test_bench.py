@@ -326,6 +326,7 @@ def test_checkpoint_json(tmp_path):
         "stall_over_memcpy",
         "save_over_plain_write",
         "load_over_plain_read",
+        "reload_over_plain_read",
     }
     assert not list(tmp_path.iterdir())
     assert polyreme("bench", "checkpoint", "--against", "tensorflow").returncode == 2

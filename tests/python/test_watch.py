@@ -61,10 +61,10 @@ def run(body):
 class Run:
     """One job of `num_ranks`, and its journals."""
 
-    def __init__(self, folder, script, num_ranks=3, head=HEAD):
+    def __init__(self, folder, script, num_ranks=3, head=HEAD, survivor_grace=2):
         path, self.record = folder / "script.py", folder / "record"
         path.write_text(head + textwrap.dedent(script))
-        options = ("--survivor-grace", 2, "--kill-after", 0.5, "--prefix", "never", "--json")
+        options = ("--survivor-grace", survivor_grace, "--kill-after", 0.5, "--prefix", "never", "--json")
         self.done = polyreme("run", "-n", num_ranks, "--record-dir", self.record, *options, path)
         self.told = {line["rank"]: line for line in json_lines(self.done.stdout)}
         self.launch = next(line for line in json_lines(self.done.stderr) if line["event"] == "launch_report")
@@ -421,6 +421,7 @@ def test_f33_a_frozen_watch_is_a_silent_rank(tmp_path):
             time.sleep(5)
         run(lambda: reduce("second"))
         """,
+        survivor_grace=10,  # the frozen one sleeps on after the others have ended
     )
     text = run.verdict([0, 1, 2])
     assert f"rank 1 (host {socket.gethostname()}, pid {run.pid(1)}): no heartbeat for 3 s" in text
