@@ -158,6 +158,7 @@ class Trainer:
         self.mesh = mesh
         self.optimizer = optimizer
         self.global_batch = global_batch
+        self.micro_batch = micro_batch
         self.seed = seed
         self.precision = precision
         self._micro_batch = micro_batch

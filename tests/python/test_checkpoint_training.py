@@ -199,6 +199,19 @@ def test_other_lanes_are_said(whole_run, tmp_path, caplog):
     assert "not with the bits" in caplog.text
 
 
+def test_checkpoints_of_earlier_versions_and_other_rounds(caplog):
+    trainer = trainer_of(alone(), lanes=pr.Lanes(dp=1, order="round_first"), micro_batch=2)
+    state = trainer._checkpoint_state().scalars()
+    for key, inner in (("lanes", "tp"), ("precision", "gradients")):
+        state[key] = {name: value for name, value in state[key].items() if name != inner}
+    del state["micro_batch"], state["isa"]
+    with caplog.at_level(logging.WARNING, "polyreme"):
+        assert trainer._checkpoint_state().check_scalars(state) == []
+        assert caplog.text == ""
+        assert trainer._checkpoint_state().check_scalars({**state, "micro_batch": 4}) == []
+    assert "micro_batch=4" in caplog.text
+
+
 def test_o_rs_07_vocabulary_padding_and_tp(tmp_path):
     """10 rows on 1, 4 (padded to 12) and 3 ranks, and back: never saved, never seen."""
     model = pr.models.GPT(layers=1, hidden=12, heads=12, vocab=10, seq_len=12)

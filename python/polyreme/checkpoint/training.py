@@ -76,6 +76,7 @@ class TrainerState:
             "seed": trainer.seed,
             "global_batch": trainer.global_batch,
             "lanes": dataclasses.asdict(trainer.lanes),
+            "micro_batch": trainer.micro_batch,
             "model": {"kind": type(trainer.model).__name__, **trainer.model._facts()},
             "optimizer": type(trainer.optimizer).__name__,
             "data": trainer._data_facts,
@@ -91,6 +92,12 @@ class TrainerState:
         """See State. Lanes may differ, with a warning: then so do the bits."""
         own, problems = self.scalars(), []
         try:
+            # What earlier versions did not write: as it was then.
+            state = {
+                **state,
+                "lanes": {"tp": 1, **state["lanes"]},
+                "precision": {"gradients": "fp32", **state["precision"]},
+            }
             for key in ("seed", "global_batch", "optimizer", "precision"):
                 if state[key] != own[key]:
                     problems.append(f"{key} was {state[key]!r}, is {own[key]!r}")
@@ -108,6 +115,14 @@ class TrainerState:
             if state["lanes"] != own["lanes"]:
                 self._warn(
                     "the checkpoint was made with lanes %s, this run has %s", state["lanes"], own["lanes"]
+                )
+            order, micro_batch = own["lanes"]["order"], state.get("micro_batch", own["micro_batch"])
+            if order == "round_first" and micro_batch != own["micro_batch"]:
+                self._warn(
+                    "the checkpoint was made with micro_batch=%d, which is part of the order of sums with"
+                    " order='round_first'; this run has %d",
+                    micro_batch,
+                    own["micro_batch"],
                 )
             levels = {state.get("isa", own["isa"]), own["isa"]}
             if own["precision"]["dtype"] == "bf16" and len(levels) > 1 and "amx" in levels:
