@@ -149,10 +149,14 @@ void Executor::run_computation(StageRunner& runner, const Action& action) {
   const bool has_tensors = kind != ActionKind::kBackwardWeight;
   Tensor in = has_tensors && is_inside(from) ? take({is_gradient, from, micro_batch}) : Tensor(), out;
   const int64_t start_ns = records_ ? FlightRecorder::now_ns() : 0;
-  if (kind == ActionKind::kForward) out = runner.forward(chunk, micro_batch, std::move(in));
-  if (kind == ActionKind::kBackward) out = runner.backward(chunk, micro_batch, std::move(in));
-  if (kind == ActionKind::kBackwardInput) out = runner.backward_input(chunk, micro_batch, std::move(in));
-  if (kind == ActionKind::kBackwardWeight) runner.backward_weight(chunk, micro_batch);
+  if (kind == ActionKind::kForward)
+    out = runner.forward(chunk, micro_batch, std::move(in));
+  else if (kind == ActionKind::kBackward)
+    out = runner.backward(chunk, micro_batch, std::move(in));
+  else if (kind == ActionKind::kBackwardInput)
+    out = runner.backward_input(chunk, micro_batch, std::move(in));
+  else if (kind == ActionKind::kBackwardWeight)
+    runner.backward_weight(chunk, micro_batch);
   FlightRecorder& recorder = compute_.device().recorder();
   if (records_ && recorder.enabled())
     recorder.record({.name = name(kind), .start_ns = start_ns, .end_ns = FlightRecorder::now_ns()});
