@@ -73,8 +73,8 @@ train() {
 }
 
 # What the core computes is the same under every Python: without --all these run in the Python part alone.
-CORE_TESTS=(checkpoint_crash model_reference norms pipeline precision sharded_optimizer
-  sharded_optimizer_scenarios zero zero_matrix)
+CORE_TESTS=(checkpoint_crash forecast layout_scenarios layouts model_reference norms pipeline precision
+  resident_memory sharded_optimizer sharded_optimizer_scenarios tensor_parallel training_scenarios zero zero_matrix)
 
 # Beside the tests lies no package: they must find the installed one.
 run_tests() {
