@@ -327,8 +327,9 @@ def test_a_save_to_disk_and_a_copy_at_once(segment, tmp_path):
 
     def body(world):
         with pr.Checkpointer(tmp_path, world=world, memory_every=1, timeout_s=20) as checkpoints:
+            checkpoints.save({"w": np.zeros(5, np.float32)}, step=0)  # the directory is there from now on
             if world.rank == 0:
-                checkpoints._files = _core.FileOps(at=1, kind="delay", delay_s=0.05)
+                checkpoints._files = _core.FileOps(at=1, kind="delay", delay_s=0.1, sticky=True)
             for step in (1, 2, 3):
                 state = {"w": np.full(5, step, np.float32)}
                 assert checkpoints.save_async(state, step=step)
@@ -336,5 +337,5 @@ def test_a_save_to_disk_and_a_copy_at_once(segment, tmp_path):
             checkpoints.wait()
             return checkpoints.stats.saved, checkpoints.memory_stats.saved
 
-    assert run_ranks(3, body) == [(3, 3)] * 3
+    assert run_ranks(3, body) == [(4, 3)] * 3
     assert load(tmp_path) == (3, "memory", 3.0)
