@@ -120,7 +120,9 @@ class ScalingOptions:
         if self.sizes:
             _check_list("--sizes", self.sizes)
             if self.copies and (self.sizes[0] != 1 or "weak" not in self.kinds):
-                raise InvalidArgument("--copies: of one rank, beside weak scaling; give --kinds weak --sizes 1,2")
+                raise InvalidArgument(
+                    "--copies: of one rank, beside weak scaling; give --kinds weak --sizes 1,2"
+                )
             if min(self.sizes) < 1 or list(self.sizes) != sorted(self.sizes):
                 raise InvalidArgument(f"--sizes {_text(self.sizes)}: expected ascending numbers of ranks")
         _check_list("--schedule", self.schedules, tuple(PUBLISHED))
@@ -334,7 +336,9 @@ def _columns(row: dict[str, Any]) -> list[tuple[str, str]]:
 def _render_copies(rows: list[dict[str, Any]]) -> list[str]:
     def text(value: tuple[float, float | None, float | None]) -> str:
         mean, low, high = value
-        return f"{100 * mean:.1f}%" + ("" if low is None or high is None else f" ({100 * low:.1f} - {100 * high:.1f}%)")
+        return f"{100 * mean:.1f}%" + (
+            "" if low is None or high is None else f" ({100 * low:.1f} - {100 * high:.1f}%)"
+        )
 
     return [
         f"{row['size']} ranks, {row['label']}: {text(row['of_copies'])} of {row['size']} jobs of one rank at once, which"
