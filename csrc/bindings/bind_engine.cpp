@@ -313,9 +313,11 @@ void bind_state(py::class_<Engine>& bound) {
 
 void bind_progress(py::class_<Engine>& bound) {
   bound.def_property_readonly("updates", [](const Engine& engine) { return engine.updates(); })
-      .def("set_progress", &Engine::set_progress, "applied_steps"_a, "skipped_steps"_a, "updates"_a)
+      .def("set_progress", &Engine::set_progress, "applied_steps"_a, "skipped_steps"_a, "skipped_in_a_row"_a,
+           "updates"_a)
       .def_property_readonly("applied_steps", &Engine::applied_steps)
       .def_property_readonly("skipped_steps", &Engine::skipped_steps)
+      .def_property_readonly("skipped_in_a_row", &Engine::skipped_in_a_row)
       .def_property(
           "loss_scaler_state",
           [](Engine& engine) {

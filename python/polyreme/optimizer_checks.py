@@ -70,6 +70,7 @@ def check_state(
             f"load_state_dict: the state is of rule {state['rule']!r}, this optimizer has {rule!r}"
         )
     check_int("load_state_dict: applied_steps", state["applied_steps"], 0)
+    check_int("load_state_dict: skips", state.get("skips", 0), 0)
     for part in ("updates", "weight", "state"):
         check_type(f"load_state_dict: {part}", state[part], Mapping, "a dictionary")
     parts = {"weight": state["weight"], **state["state"]}

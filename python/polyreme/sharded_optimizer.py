@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
-from .arrays import Target, check_float, check_memory, dtype_name, readable
+from .arrays import Target, check_distinct, check_float, check_memory, check_not_freed, dtype_name, readable
 from .checks import MAX_SEED, check_int, check_number, check_type, matching
 from .errors import Error, InvalidArgument, NumericError
 from .group import Group
@@ -134,6 +134,7 @@ class ShardedOptimizer:
         self._places = {name: place for place, name in enumerate(self._params)}
         for name, array in self._params.items():
             check_float(f"ShardedOptimizer: parameter {name!r}", array, written=True)
+        check_distinct("ShardedOptimizer", {f"parameter {n!r}": a for n, a in self._params.items()})
         specs = [
             {"name": name, "shape": tuple(array.shape), "weight_decay": array.ndim >= 2}
             for name, array in self._params.items()
@@ -150,6 +151,7 @@ class ShardedOptimizer:
             0 if micro_batches is None else check_int("ShardedOptimizer: micro_batches", micro_batches, 1)
         )
         world = group._mesh.world
+        self._calls = world._calls
         self._core = _core.ShardedOptimizer(
             world._core,
             group._mesh._core,
@@ -275,7 +277,8 @@ class ShardedOptimizer:
         total = sum(counted) if counted else len(self._counts)
         lr = self.rule.lr_at(self.applied_steps + 1)
         scale = self.loss_scale
-        raw = self._core.step(lr=lr, loss_scale=scale, count=total, counted=bool(counted))
+        with self._calls("ShardedOptimizer.step"):
+            raw = self._core.step(lr=lr, loss_scale=scale, count=total, counted=bool(counted))
         self._counts = []
         if raw["count"] > 0:
             self._multiplier = 1.0 / (raw["count"] * scale)
@@ -371,7 +374,7 @@ class ShardedOptimizer:
             self._core.write(kind, self._places[name], np.ascontiguousarray(values, dtype=np.float32))
         self._core.set_updates([int(state["updates"][name]) for name in self._params])
         self.applied_steps = int(state["applied_steps"])
-        self._skips = 0
+        self._skips = int(state.get("skips", 0))  # earlier versions did not write it
         self._core.restart()
         self._counts, self._given = [], set()
         self._write_arrays()
@@ -383,10 +386,11 @@ class ShardedOptimizer:
         try:
             result = check()
         except Error as error:
-            with contextlib.suppress(InvalidArgument):
+            with contextlib.suppress(InvalidArgument), self._calls("ShardedOptimizer"):
                 self._core.agree(str(error))
             raise
-        self._core.agree("")
+        with self._calls("ShardedOptimizer"):
+            self._core.agree("")
         return result
 
     def _rule_name(self) -> str:
@@ -402,6 +406,7 @@ class ShardedOptimizer:
         return {
             "rule": self._rule_name(),
             "applied_steps": self.applied_steps,
+            "skips": self._skips,
             "updates": self.updates(),
             "loss_scaler": None if self.loss_scaler is None else self.loss_scaler.state_dict(),
         }
@@ -463,6 +468,8 @@ class ShardedOptimizer:
 
     def _checked_step(self, grads: Any, count: int | None) -> dict[str, Any] | None:
         """The gradients of the step's last micro-batch; None if all of its micro-batches have ended."""
+        for name, array in self._params.items():
+            check_not_freed(f"parameter {name!r}", array)
         found = self._gradients(grads)
         ends = bool(grads is not None or found or self._given or count is not None or not self._counts)
         if ends:
@@ -494,7 +501,8 @@ class ShardedOptimizer:
             for name in names
             if self._place(name) >= 0
         }
-        self._core.read(kind, [out.get(name) for name in self._params])
+        with self._calls("ShardedOptimizer"):
+            self._core.read(kind, [out.get(name) for name in self._params])
         return out
 
     def _write_arrays(self) -> None:

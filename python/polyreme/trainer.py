@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _core, optim
-from .batch import joined_batch, token_array
+from .batch import as_array, joined_batch, token_array
 from .checkpoint import Checkpointer, Restored
 from .checkpoint.training import TrainerState
 from .checks import MAX_SEED, check_int, check_number, check_type, matching
@@ -129,6 +129,7 @@ class Trainer:
             lanes, clip_norm or 0.0, _SKIPS.get(on_nonfinite, on_nonfinite), split
         )
         self.lanes = replace(lanes, dp=self._engine.lanes_dp, tp=self._engine.lanes_tp)
+        self._calls = mesh.world._calls
         self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints
         self._compared_batches = False
         self._recorder = StepRecorder.from_environment(mesh.world.rank)
@@ -213,16 +214,21 @@ class Trainer:
         lengths: list[int] = []
         given: tuple[Any, Any] = (tokens, targets)
         try:
-            if isinstance(tokens, (list, tuple)) and tokens and np.ndim(tokens[0]) == 2:
+            if isinstance(tokens, (list, tuple)) and tokens and as_array(tokens[0], "tokens").ndim == 2:
                 *joined, lengths = joined_batch(tokens, targets, self.model.seq_len, self._micro_rows())
                 given = (joined[0], joined[1])
             arrays = token_array(given[0], "tokens"), token_array(given[1], "targets")
+            if arrays[0].shape != arrays[1].shape:
+                raise InvalidArgument(
+                    f"tokens have shape {list(arrays[0].shape)}, targets {list(arrays[1].shape)}; they must be equal"
+                )
         except InvalidArgument:
             nothing = np.zeros((0, 0), np.int32)
-            with contextlib.suppress(InvalidArgument):
+            with contextlib.suppress(InvalidArgument), self._calls("step"):
                 self._engine.train_batch(nothing, nothing, lr)  # which it refuses, on all ranks
             raise
-        raw = self._engine.train_batch(*arrays, lr, lengths)
+        with self._calls("step"):
+            raw = self._engine.train_batch(*arrays, lr, lengths)
         seconds = time.perf_counter() - start
         if not self._compared_batches:
             self._warn_of_equal_batches(*arrays)
@@ -310,7 +316,8 @@ class Trainer:
             position = self.applied_steps + self.skipped_steps
             lr = self.optimizer.lr_at(self.applied_steps + 1)
             start = self._begin()
-            raw = self._engine.train_step(data._core, order, position, lr)
+            with self._calls("fit"):
+                raw = self._engine.train_step(data._core, order, position, lr)
             stats = self._stats(raw, lr, time.perf_counter() - start)
             due = stats.step == steps or (validate_every > 0 and stats.step % validate_every == 0)
             due = due and not stats.skipped
@@ -364,7 +371,8 @@ class Trainer:
         count = data.num_samples
         if num_samples is not None:
             count = min(count, check_int("evaluate: num_samples", num_samples, 1, otherwise="None for all"))
-        return float(self._engine.evaluate(data._core, 0, count)["loss"])
+        with self._calls("evaluate"):
+            return float(self._engine.evaluate(data._core, 0, count)["loss"])
 
     def _check_data(self, data: TokenDataset) -> None:
         check_type("data", data, TokenDataset, "a polyreme.data.TokenDataset")
@@ -389,7 +397,7 @@ class Trainer:
         flops = self.model.flops_per_token() * raw["tokens"]
         mfu = flops / seconds / self.peak_flops if self.peak_flops and seconds > 0 else None
         if self.check_every and self.applied_steps % self.check_every == 0:
-            self._engine.check_replicas()
+            self.check_replicas()
         stats = StepStats(step=self.applied_steps, lr=lr, seconds=seconds, mfu=mfu, **raw)
         if self._recorder is not None:
             self._recorder.record(self, stats)
@@ -402,15 +410,17 @@ class Trainer:
 
         Collective along pp and tp, whose ranks give the same tokens, and with zero=3, where the ranks gather weights together; local otherwise.
         """
-        return self._engine.logits(token_array(tokens, "tokens"))
+        array = token_array(tokens, "tokens")
+        with self._calls("logits"):
+            return self._engine.logits(array)
 
     def parameter(self, name: str) -> NDArray[np.float32]:
         """A copy of a parameter as the model reads it, in fp32. Collective along pp and tp, and with zero=3."""
-        return self._engine.read_param(name, "weight")
+        return self._read(name, "weight")
 
     def master_parameter(self, name: str) -> NDArray[np.float32]:
         """A copy of a parameter as the optimizer updates it, in fp32. Collective along pp and tp, and from zero=1 on."""
-        return self._engine.read_param(name, "master")
+        return self._read(name, "master")
 
     def set_parameter(self, name: str, values: ArrayLike) -> None:
         """Overwrites a parameter; every rank must give the same values.
@@ -424,17 +434,18 @@ class Trainer:
             raise InvalidArgument(
                 f"parameter {name!r} has shape {shapes[name]}; the values have {array.shape}"
             )
-        self._engine.write_param(name, array)
+        with self._calls("set_parameter"):
+            self._engine.write_param(name, array)
 
     def gradient(self, name: str) -> NDArray[np.float32]:
         """The gradient of the last step, over all ranks, before clipping. Collective along pp and tp, and unless zero=0."""
-        return self._engine.read_param(name, "grad")
+        return self._read(name, "grad")
 
     def optimizer_state(self, name: str, kind: str) -> NDArray[np.float32]:
         """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective along pp and tp, and unless
         zero=0.
         """
-        return self._engine.read_param(name, kind)
+        return self._read(name, kind)
 
     def check_replicas(self) -> None:
         """Compares what several ranks hold alike, weights and optimizer state: a hash of each tensor. Collective.
@@ -444,7 +455,8 @@ class Trainer:
         Raises:
             NumericError: on every rank, naming a tensor and the ranks that have it otherwise than most.
         """
-        self._engine.check_replicas()
+        with self._calls("check_replicas"):
+            self._engine.check_replicas()
 
     def memory(self, *, step: bool = False, host: bool = False) -> dict[str, int]:
         """Bytes of this rank by what they are for, computed from how parameters are divided; not collective.
@@ -461,6 +473,10 @@ class Trainer:
         """
         terms = self._engine.memory()
         return {name: size for name, size, stays, there in terms if there == host and (stays or step)}
+
+    def _read(self, name: str, kind: str) -> NDArray[np.float32]:
+        with self._calls(f"reading {kind} of {name!r}"):
+            return self._engine.read_param(name, kind)
 
     def parameter_names(self) -> list[str]:
         """The names of all parameters, in order."""
