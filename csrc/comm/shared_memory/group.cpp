@@ -243,7 +243,11 @@ void SharedGroup::await(Awaited& awaited, Bell& bell) {
       deadline = now + limit_;
       next_look = now + kLookInterval;
     }
-    throw_if_failed();
+    // In this order: what a rank completed before it failed or left can be completed by all.
+    if (group().failure_state.load(std::memory_order_acquire) != 0) {
+      if (awaited.poll() == Outcome::kDone) break;
+      throw_failure();
+    }
     look_for_departed(awaited);
     if (now >= next_look) {
       check_interrupt();
