@@ -334,14 +334,19 @@ void Engine::measure_gradient() {
   // such a loss with finite gradients): its counts of NaN and inf go into the norm.
   const auto counts = [](const Tensor& limbs) { return limbs.slice(0, ExactSum::kDigits, ExactSum::kLimbs); };
   copy(*stream_, counts(loss_sum_), counts(square_sum_));
+  // A slice that several replicas hold is cut once more: each adds the squares of its share.
+  const int64_t replicas = dp_.size() / groups_.num_shards(), replica = dp_rank_ / groups_.num_shards();
   for (size_t unit = 0; unit < params_.grads.own().size(); ++unit) {
     // What all ranks of tp have alike counts once.
     const Tensor& grads = params_.grads.own()[unit];
     const bool counts_here = !tp_ || plan_.is_cut[unit] || tp_->rank() == 0;
-    if (grads.defined() && counts_here) exact_sum_squares(*stream_, grads, square_sum_);
+    if (!grads.defined() || !counts_here) continue;
+    const int64_t blocks = grads.numel() / ShardMap::kAlignment;
+    const auto border = [&](int64_t i) { return blocks * i / replicas * ShardMap::kAlignment; };
+    const Tensor share = grads.slice(0, border(replica), border(replica + 1));
+    if (share.numel() > 0) exact_sum_squares(*stream_, share, square_sum_);
   }
-  if (groups_.num_shards() > 1)
-    groups_.shard().all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
+  if (dp_.size() > 1) dp_.all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   if (tp_) tp_->group().all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   sum_along_pp(square_sum_);
   clip_scale(*stream_, square_sum_, options_.clip_norm, clip_scale_, 1.0 / scaler_.scale());

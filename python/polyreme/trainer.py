@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from . import _core, optim
 from .batch import as_array, joined_batch, token_array
 from .checkpoint import Checkpointer, Restored
 from .checkpoint.training import TrainerState
-from .checks import MAX_SEED, check_int, check_number, check_type
+from .checks import MAX_SEED, check_int, check_number, check_type, matching
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
 from .layout import lanes_to_verify, layout_to_verify
@@ -26,48 +25,14 @@ from .mesh import Mesh
 from .models import Model
 from .precision import DTYPES, Precision
 from .schedule import FixedSchedule, Schedule, ScheduleKind, one_f_one_b
+from .step_stats import StepStats
 from .verification import StepRecorder, precision_to_verify
 from .world import Lanes
 from .zero import Zero
 
-__all__ = ["StepStats", "Trainer"]
+__all__ = ["Trainer"]
 
 _SKIPS: dict[str | int, Any] = {"raise": 0, "skip": -1}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepStats:
-    """What one step reports; the same on every rank, times apart.
-
-    loss: mean over the valid tokens of the global batch.
-    grad_norm: 2-norm of the whole gradient before clipping.
-    lr: learning rate that was applied, or would have been.
-    loss_scale: factor of the loss in this step; loss and grad_norm are without it.
-    skipped: the gradient or the loss was not finite, or no token of the batch had a target; nothing has changed, and
-        `step` has not advanced.
-    not_finite: where `skipped` for that, the first parameter and the first rank with such a gradient.
-    tokens: of the global batch. valid_tokens: those with a target.
-    mfu: model FLOPs per second over the measured rate (`Trainer.peak_flops`), or None.
-    validation_loss: where `fit` evaluated after this step, else None.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    valid_tokens: int
-    seconds: float
-    loss_scale: float = 1.0
-    skipped: bool = False
-    not_finite: str = ""
-    mfu: float | None = None
-    validation_loss: float | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of the global batch over the seconds of the step."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 class Trainer:
@@ -131,13 +96,7 @@ class Trainer:
         check_every: int = 0,
     ) -> None:
         check_type("model", model, Model, "a polyreme.models.GPT or Llama")
-        check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
-        for axis in mesh.order:
-            if axis not in ("dp", "pp", "tp") and mesh.size(axis) > 1:
-                raise NotAvailable(
-                    f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp, tp and pp only; use"
-                    f" pr.Mesh(world, dp={mesh.world.size})"
-                )
+        _check_mesh(mesh)
         check_type("optimizer", optimizer, optim.Optimizer, "a rule such as polyreme.AdamW()")
         if lanes is not None:
             check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")
@@ -161,46 +120,53 @@ class Trainer:
         self.micro_batch = micro_batch
         self.seed = seed
         self.precision = precision
-        self._micro_batch = micro_batch
         self.zero = zero
         self.check_every = check_int("check_every", check_every, 0)
-        self.frozen = _matching(self.parameter_names(), frozen)
+        self.frozen = matching("frozen", frozen, self.parameter_names())
         self.peak_flops: float | None = None
-        self.schedule = lists = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
-        self._engine = _core.Engine(
-            mesh.world._core,
-            mesh._core,
-            model._config(precision),
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            lanes_dp=lanes.dp or 0,
-            lanes_tp=lanes.tp or 0,
-            seed=seed,
-            clip_norm=clip_norm or 0.0,
-            zero_stage=zero.stage,
-            shard_size=zero.shard_size or 0,
-            bucket_bytes=zero.bucket_bytes,
-            overlap=zero.overlap,
-            round_first=lanes.order == "round_first",
-            gradient_dtype=DTYPES[precision.gradients],
-            prefetch=zero.prefetch,
-            persist_below=zero.persist_below,
-            gather_for_step=zero._gather_for_step(lists is not None),
-            loss_scale=_core.LossScalerOptions(**asdict(precision.scaling())),
-            max_skipped=_SKIPS.get(on_nonfinite, on_nonfinite),
-            optimizer={
-                **optimizer.core_options(model.param_specs()),
-                "trainable": [int(name not in self.frozen) for name in self.parameter_names()],
-                "offload": zero.offload,
-            },
-            schedule=lists._core if lists is not None else None,
-            split=_split(split, lists),
+        self.schedule = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
+        self._engine = self._make_engine(
+            lanes, clip_norm or 0.0, _SKIPS.get(on_nonfinite, on_nonfinite), split
         )
         self.lanes = replace(lanes, dp=self._engine.lanes_dp, tp=self._engine.lanes_tp)
         self._calls = mesh.world._calls
         self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints
         self._compared_batches = False
         self._recorder = StepRecorder.from_environment(mesh.world.rank)
+
+    def _make_engine(
+        self, lanes: Lanes, clip_norm: float, max_skipped: Any, split: Sequence[int] | None
+    ) -> _core.Engine:
+        zero, lists = self.zero, self.schedule
+        return _core.Engine(
+            self.mesh.world._core,
+            self.mesh._core,
+            self.model._config(self.precision),
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+            lanes_dp=lanes.dp or 0,
+            lanes_tp=lanes.tp or 0,
+            seed=self.seed,
+            clip_norm=clip_norm,
+            zero_stage=zero.stage,
+            shard_size=zero.shard_size or 0,
+            bucket_bytes=zero.bucket_bytes,
+            overlap=zero.overlap,
+            round_first=lanes.order == "round_first",
+            gradient_dtype=DTYPES[self.precision.gradients],
+            prefetch=zero.prefetch,
+            persist_below=zero.persist_below,
+            gather_for_step=zero._gather_for_step(lists is not None),
+            loss_scale=_core.LossScalerOptions(**asdict(self.precision.scaling())),
+            max_skipped=max_skipped,
+            optimizer={
+                **self.optimizer.core_options(self.model.param_specs()),
+                "trainable": [int(name not in self.frozen) for name in self.parameter_names()],
+                "offload": zero.offload,
+            },
+            schedule=lists._core if lists is not None else None,
+            split=_split(split, lists),
+        )
 
     # ---- steps ----
 
@@ -272,7 +238,7 @@ class Trainer:
         """Samples of each of this rank's micro-batches, in order."""
         lanes = self.lanes.dp or 1
         samples = self.global_batch // lanes
-        sizes = [min(self._micro_batch, samples - begin) for begin in range(0, samples, self._micro_batch)]
+        sizes = [min(self.micro_batch, samples - begin) for begin in range(0, samples, self.micro_batch)]
         return sizes * (lanes // self.mesh.size("dp"))
 
     def _warn_of_equal_batches(self, tokens: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
@@ -496,10 +462,10 @@ class Trainer:
         """Bytes of this rank by what they are for, computed from how parameters are divided; not collective.
 
         Without `step`, what stays between steps: weights, masters (fp32, of 16-bit weights), gradients, tied gradients (of a tied parameter's
-        further uses), lane buffers (partial sums of a rank that has several lanes), moments. With it, also the
-        most that a step adds at once: gather window (zero=3), buckets (zero=2 and 3, gradients that are not
-        reduced yet), rounded gradients (what `Precision.gradients` makes of them), visiting moments (of one unit,
-        with `Zero.offload`). With `host`, what is in host memory instead: moments. Activations and the communicators' staging are not among them.
+        further uses), lane buffers (partial sums of a rank that has several lanes), moments, shared weights (along pp, copies
+        of what another stage owns). With it, also the most that a step adds at once: gather window (zero=3), buckets
+        (zero=2 and 3, gradients that are not reduced yet), rounded gradients (what `Precision.gradients` makes of
+        them), visiting moments (of one unit, with `Zero.offload`), shared gradients (along pp). With `host`, what is in host memory instead: moments. Activations and the communicators' staging are not among them.
 
         Example:
             >>> sum(trainer.memory().values()) / trainer.num_parameters  # doctest: +SKIP
@@ -515,6 +481,16 @@ class Trainer:
     def parameter_names(self) -> list[str]:
         """The names of all parameters, in order."""
         return [spec["name"] for spec in self.model.param_specs()]
+
+
+def _check_mesh(mesh: Mesh) -> None:
+    check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
+    for axis in mesh.order:
+        if axis not in ("dp", "pp", "tp") and mesh.size(axis) > 1:
+            raise NotAvailable(
+                f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp, tp and pp only; use"
+                f" pr.Mesh(world, dp={mesh.world.size})"
+            )
 
 
 def _pipeline(
@@ -546,14 +522,3 @@ def _split(split: Sequence[int] | None, lists: Schedule | None) -> list[int]:
             "split: there is no pipeline to split the model for; use pp > 1, or give a schedule"
         )
     return [check_int("split: blocks of a chunk", blocks, 0) for blocks in split]
-
-
-def _matching(names: list[str], patterns: Sequence[str]) -> frozenset[str]:
-    """The names that match a pattern, as in fnmatch."""
-    if isinstance(patterns, str):
-        raise InvalidArgument(f"frozen={patterns!r}; expected a list of patterns, such as ['wte.*']")
-    for pattern in patterns:
-        check_type("frozen", pattern, str, "patterns of names, such as 'wte.*'")
-        if not fnmatch.filter(names, pattern):
-            raise InvalidArgument(f"frozen: no parameter matches {pattern!r}; names are like {names[0]!r}")
-    return frozenset(name for name in names for pattern in patterns if fnmatch.fnmatchcase(name, pattern))
