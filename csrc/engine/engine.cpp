@@ -405,6 +405,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
        fact("whether micro-batches have lengths of their own", batch.lengths.empty() ? 0 : 1),
        fact("source of samples", source)},
       refusal, count_valid(batch), {fact("batch", content_of(batch))});
+  std::vector<HostBatch> kept;  // before what waits for the copies that read it
   const WaitAtExit wait(*stream_), wait_background(background());
   int64_t tokens = options_.global_batch * batch.seq_len;
   if (!batch.lengths.empty()) {
@@ -414,7 +415,6 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
     const std::vector<int64_t> all = gather_values(dp_, *stream_, {tokens});
     tokens = std::accumulate(all.begin(), all.end(), int64_t{0});
   }
-  std::vector<HostBatch> kept;
   const std::vector<DeviceBatch> on_device = upload_parts(batch, ranges, &kept);
   zero_limbs(*stream_, loss_sum_);
   const double loss_scale = scaler_.scale();
