@@ -2,7 +2,10 @@
 
 #include <pybind11/numpy.h>
 
+#include <algorithm>
 #include <vector>
+
+#include "ops/ops.h"
 
 namespace py = pybind11;
 
@@ -101,6 +104,9 @@ Memory memory_of_dlpack(const py::capsule& capsule, const std::string& what) {
                 .dtype = dtype_of_dlpack(tensor->dtype, what),
                 .shape = {tensor->shape, tensor->shape + tensor->ndim},
                 .strides = {}};
+  const auto is_empty = [](const DlTensor& t) { return std::count(t.shape, t.shape + t.ndim, 0) > 0; };
+  require(tensor->data != nullptr || is_empty(*tensor), what,
+          ": the array has no memory; its storage was freed");
   if (tensor->strides != nullptr) memory.strides.assign(tensor->strides, tensor->strides + tensor->ndim);
   return memory;
 }
@@ -118,7 +124,7 @@ bool is_contiguous(const Memory& memory) {
 
 }  // namespace
 
-Tensor view_of(Device& device, const py::object& array, bool writable, const std::string& what) {
+HostArray host_array(const py::object& array, bool writable, const std::string& what) {
   Memory memory;
   py::object owner = array;
   if (py::isinstance<py::array>(array)) {
@@ -133,8 +139,30 @@ Tensor view_of(Device& device, const py::object& array, bool writable, const std
   require(is_contiguous(memory), what, ": the array is not contiguous; pass a contiguous copy of it");
   int64_t count = 1;
   for (const int64_t size : memory.shape) count *= size;
-  const auto size_bytes = static_cast<size_t>(count) * dtype_size(memory.dtype);
-  return Tensor(device.wrap_host(memory.address, size_bytes, keep(owner)), memory.dtype, {count});
+  return {memory.address, memory.dtype, count, keep(owner)};
+}
+
+Tensor view_of(Device& device, const py::object& array, bool writable, const std::string& what) {
+  const HostArray host = host_array(array, writable, what);
+  return Tensor(device.wrap_host(host.address, host.size_bytes(), host.owner), host.dtype, {host.count});
+}
+
+Tensor ArrayCopies::add(Stream& stream, const py::object& array, bool writable, const std::string& what) {
+  const HostArray host = host_array(array, writable, what);
+  const Tensor on_device = empty(stream.device(), host.dtype, {host.count}, "copy of an array");
+  copy_from_host(stream, host.address, on_device);
+  copies_.push_back({host, on_device, writable});
+  return on_device;
+}
+
+// On a stream of its own: the background's may hold collectives that wait for other ranks.
+void ArrayCopies::write_back(Device& device) {
+  if (copies_.empty()) return;
+  const std::unique_ptr<Stream> stream = device.create_stream("arrays of the host");
+  for (const Copy& copy : copies_)
+    if (copy.written) copy_to_host(*stream, copy.on_device, copy.array.address);
+  stream->synchronize();
+  copies_.clear();
 }
 
 }  // namespace polyreme::bindings

@@ -4,7 +4,9 @@
 
 #include <map>
 
+#include "base/error.h"
 #include "device/cpu/cpu_device.h"
+#include "nn/parallel_layers.h"
 #include "ops/ops.h"
 #include "tensor/access.h"
 
@@ -53,11 +55,20 @@ class PythonLayer final : public Layer {
       : place_(std::move(place)), runner_(std::move(runner)) {
     const py::gil_scoped_acquire gil;
     for (const py::handle item : runner_->attr("parameters")(place_.in, place_.out)) declare(registry, item);
+    const bool joins = place_.cut == PlaceCut::kIn || place_.cut == PlaceCut::kOut;
+    require(place_.lanes.lanes == 1 || !joins || is_cut_, "the layer '", place_.name, "' (", description(),
+            ") with lanes.tp=", place_.lanes.lanes, ": tensor parallelism cuts its ",
+            place_.cut == PlaceCut::kIn ? "inputs" : "outputs",
+            ", but none of its parameters; declare them with cut='",
+            place_.cut == PlaceCut::kIn ? "row" : "column", "', or use tp=1");
   }
+
+  // Whether it has parameters that tp cuts, which is then one lane's part of a sum.
+  bool is_cut() const { return is_cut_; }
 
   Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override {
     const Tensor input = wide(context, x);
-    const Tensor output = new_fp32(context, {x.size(0), place_.out}, "output of a Python layer");
+    const Tensor output = new_fp32(context, {x.size(0), own_out()}, "output of a Python layer");
     const auto call = std::make_shared<Call>();
     if (saved) {
       saved->tensors = {input};
@@ -66,11 +77,14 @@ class PythonLayer final : public Layer {
     const py::ssize_t samples = context.batch.num_samples(), seq_len = context.batch.seq_len();
     run(context, "forward", {{"x", input}}, weights(context), output,
         [call, samples, seq_len, training = context.training, first = context.batch.first_sample,
-         step = context.step, seed = context.seed](const py::object& runner) {
-          call->object = share(runner.attr("begin")(samples, seq_len, training, first, step, seed));
+         step = context.step, seed = context.seed, lane = lane_of(context),
+         lanes = is_per_lane() ? place_.lanes.lanes : 1](const py::object& runner) {
+          call->object =
+              share(runner.attr("begin")(samples, seq_len, training, first, step, seed, lane, lanes));
           return call;
         });
-    return narrow(context, output);
+    const bool is_sum = is_per_lane() && (place_.cut == PlaceCut::kWhole || place_.cut == PlaceCut::kIn);
+    return is_sum ? output : narrow(context, output);
   }
 
   Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override {
@@ -79,7 +93,8 @@ class PythonLayer final : public Layer {
     const Tensor input_grad = new_fp32(context, saved.tensors[0].shape(), "input gradient of a Python layer");
     run(context, "backward_input", {{"x", saved.tensors[0]}, {"dy", grad}}, weights(context), input_grad,
         again(saved));
-    return narrow(context, input_grad);
+    const bool is_sum = is_per_lane() && (place_.cut == PlaceCut::kWhole || place_.cut == PlaceCut::kOut);
+    return is_sum ? input_grad : narrow(context, input_grad);
   }
 
   void backward_weight(const Context& context, Saved& saved) const override {
@@ -94,16 +109,18 @@ class PythonLayer final : public Layer {
   Cost cost(int64_t num_samples, int64_t seq_len) const override {
     const py::gil_scoped_acquire gil;
     const py::dict given = runner_->attr("cost")(num_samples, seq_len);
-    const auto number = [&given](const char* name) {
-      return given.contains(name) ? given[name].cast<double>() : 0.0;
+    // Of the whole layer, which the lanes share.
+    const double parts = is_per_lane() ? static_cast<double>(place_.lanes.lanes) : 1.0;
+    const auto number = [&given, parts](const char* name) {
+      return given.contains(name) ? given[name].cast<double>() / parts : 0.0;
     };
     const int64_t rows = num_samples * seq_len, bytes = static_cast<int64_t>(sizeof(float));
     return {.forward_flops = number("forward_flops"),
             .backward_input_flops = number("backward_input_flops"),
             .backward_weight_flops = number("backward_weight_flops"),
-            .bytes_moved = bytes * rows * (place_.in + place_.out),
+            .bytes_moved = bytes * rows * (own_in() + own_out()),
             .parameter_bytes = bytes * parameters_,
-            .saved_bytes = bytes * rows * place_.in + static_cast<int64_t>(number("saved_bytes"))};
+            .saved_bytes = bytes * rows * own_in() + static_cast<int64_t>(number("saved_bytes"))};
   }
 
  private:
@@ -122,11 +139,31 @@ class PythonLayer final : public Layer {
     spec.init = init < 0    ? ParamInit{ParamInit::Kind::kOnes}
                 : init == 0 ? ParamInit{ParamInit::Kind::kZeros}
                             : ParamInit{ParamInit::Kind::kNormal, init};
-    if (const auto dim = item["cut"].cast<int>(); dim >= 0) spec.cuts = {{.dim = dim, .axis = "tp"}};
-    parameters_ += spec.shape.numel();
+    if (const auto dim = item["cut"].cast<int>(); dim >= 0) {
+      spec.cuts = {{.dim = dim, .axis = "tp", .blocks = item["blocks"].cast<int64_t>()}};
+      is_cut_ = true;
+    } else {
+      spec.grad_reductions.push_back({"tp", GradReduction::kLaneSum});
+    }
+    parameters_ += local_shape(spec, "tp", place_.lanes.lanes).numel();  // refuses what does not divide
     names_.push_back(name);
     uses_.push_back(registry.declare(std::move(spec)));
   }
+
+  // Whether it computes one lane of tp, and not the whole.
+  bool is_per_lane() const { return place_.lanes.lanes > 1 && (place_.is_in_branch() || is_cut_); }
+  int64_t lane_of(const Context& context) const {
+    return is_per_lane() ? context.tp->lanes().first + context.lane : 0;
+  }
+  int64_t own_in() const {
+    const bool is_part = place_.cut == PlaceCut::kIn || place_.cut == PlaceCut::kBoth;
+    return is_part ? place_.in / place_.lanes.lanes : place_.in;
+  }
+  int64_t own_out() const {
+    const bool is_part = place_.cut == PlaceCut::kOut || place_.cut == PlaceCut::kBoth;
+    return is_part ? place_.out / place_.lanes.lanes : place_.out;
+  }
+  std::string description() const { return runner_->attr("description").cast<std::string>(); }
 
   Named weights(const Context& context) const {
     Named result;
@@ -188,6 +225,7 @@ class PythonLayer final : public Layer {
   std::vector<std::string> names_;
   std::vector<ParamUse> uses_;
   int64_t parameters_ = 0;
+  bool is_cut_ = false;
 };
 
 class PythonReplacer final : public LayerReplacer {
@@ -203,7 +241,13 @@ class PythonReplacer final : public LayerReplacer {
   LayerPtr make(ParamRegistry& registry, const Place& place) const override {
     const auto found = runners_.find(place.name);
     if (found == runners_.end()) return nullptr;
-    return std::make_unique<PythonLayer>(registry, place, found->second);
+    auto layer = std::make_unique<PythonLayer>(registry, place, found->second);
+    if (place.lanes.lanes == 1 || place.is_in_branch()) return layer;
+    if (!layer->is_cut())
+      return std::make_unique<LaneReplica>(std::move(layer), place.in, place.dtype, place.lanes);
+    return std::make_unique<LaneBranch>(
+        std::move(layer),
+        LaneBranchOptions{.lanes = place.lanes, .features = place.in, .dtype = place.dtype, .bias = {}});
   }
   std::string description() const override { return description_; }
 

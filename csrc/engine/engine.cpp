@@ -71,12 +71,16 @@ int size_of(const Mesh& mesh, const std::string& name) {
   return has_axis(mesh, name) ? mesh.layout().size(name) : 1;
 }
 
-std::unique_ptr<TensorParallel> tensor_parallel(const Model& model, const Mesh& mesh,
+std::unique_ptr<TensorParallel> tensor_parallel(const Device& device, const Model& model, const Mesh& mesh,
                                                 const EngineOptions& options) {
   const int64_t size = size_of(mesh, "tp"), lanes = model.lanes.lanes;
   require(model.lanes.size == size, "the model was built for tp=", model.lanes.size,
           ", the mesh has tp=", size, "; build it for the mesh");
   if (lanes == 1) return nullptr;
+  require<NotAvailable>(device.kind() == DeviceKind::kCpu, "lanes.tp=", lanes,
+                        ": the operations of lanes have no"
+                        " kernels for ",
+                        device.description(), "; use tp=1 and lanes.tp=1, or train with device='cpu'");
   require<NotAvailable>(
       options.optimizer.rule != "muon", "optimizer 'muon' with lanes.tp=", lanes,
       ": it orthogonalizes whole matrices, of which tp has parts; use adamw, sgd, lion or lamb,"
@@ -143,7 +147,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
       model_(std::move(model)),
       options_(checked(options, dp_)),
       stream_(device.create_stream("compute")),
-      tp_(tensor_parallel(model_, mesh, options_)),
+      tp_(tensor_parallel(device, model_, mesh, options_)),
       part_(part_of(model_, mesh, options_, tp_.get())),
       background_(options_.zero.overlap && dp_.size() > 1
                       ? device.create_stream("background", StreamKind::kBackground)
@@ -330,14 +334,19 @@ void Engine::measure_gradient() {
   // such a loss with finite gradients): its counts of NaN and inf go into the norm.
   const auto counts = [](const Tensor& limbs) { return limbs.slice(0, ExactSum::kDigits, ExactSum::kLimbs); };
   copy(*stream_, counts(loss_sum_), counts(square_sum_));
+  // A slice that several replicas hold is cut once more: each adds the squares of its share.
+  const int64_t replicas = dp_.size() / groups_.num_shards(), replica = dp_rank_ / groups_.num_shards();
   for (size_t unit = 0; unit < params_.grads.own().size(); ++unit) {
     // What all ranks of tp have alike counts once.
     const Tensor& grads = params_.grads.own()[unit];
     const bool counts_here = !tp_ || plan_.is_cut[unit] || tp_->rank() == 0;
-    if (grads.defined() && counts_here) exact_sum_squares(*stream_, grads, square_sum_);
+    if (!grads.defined() || !counts_here) continue;
+    const int64_t blocks = grads.numel() / ShardMap::kAlignment;
+    const auto border = [&](int64_t i) { return blocks * i / replicas * ShardMap::kAlignment; };
+    const Tensor share = grads.slice(0, border(replica), border(replica + 1));
+    if (share.numel() > 0) exact_sum_squares(*stream_, share, square_sum_);
   }
-  if (groups_.num_shards() > 1)
-    groups_.shard().all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
+  if (dp_.size() > 1) dp_.all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   if (tp_) tp_->group().all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   sum_along_pp(square_sum_);
   clip_scale(*stream_, square_sum_, options_.clip_norm, clip_scale_, 1.0 / scaler_.scale());
@@ -396,6 +405,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
        fact("whether micro-batches have lengths of their own", batch.lengths.empty() ? 0 : 1),
        fact("source of samples", source)},
       refusal, count_valid(batch), {fact("batch", content_of(batch))});
+  std::vector<HostBatch> kept;  // before what waits for the copies that read it
   const WaitAtExit wait(*stream_), wait_background(background());
   int64_t tokens = options_.global_batch * batch.seq_len;
   if (!batch.lengths.empty()) {
@@ -405,7 +415,6 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
     const std::vector<int64_t> all = gather_values(dp_, *stream_, {tokens});
     tokens = std::accumulate(all.begin(), all.end(), int64_t{0});
   }
-  std::vector<HostBatch> kept;
   const std::vector<DeviceBatch> on_device = upload_parts(batch, ranges, &kept);
   zero_limbs(*stream_, loss_sum_);
   const double loss_scale = scaler_.scale();

@@ -46,10 +46,11 @@ void validate(const GptConfig& config) {
 }
 
 // A branch of a block between its norm and its dropout. Several lanes: for one of them, with what joins them.
+// last: null if it is not native.
 LayerPtr join_lanes(LayerPtr inner, const Linear* last, const GptConfig& config, const TensorLanes& lanes) {
   if (lanes.lanes == 1) return inner;
   LaneBranchOptions options{.lanes = lanes, .features = config.hidden, .dtype = config.dtype};
-  if (last->row_bias()) options.bias = *last->row_bias();
+  if (last && last->row_bias()) options.bias = *last->row_bias();
   return std::make_unique<LaneBranch>(std::move(inner), options);
 }
 
@@ -57,20 +58,21 @@ LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, const Ten
                      int64_t index) {
   const std::string name = concat("h.", index), prefix = name + ".";
   const int64_t hidden = config.hidden;
-  if (LayerPtr layer = replaced(config.replacer, registry, {name, hidden, hidden, config.dtype}))
+  if (LayerPtr layer = replaced(config.replacer, registry, {name, hidden, hidden, config.dtype, lanes}))
     return layer;
   const int64_t mlp_hidden = config.mlp_hidden > 0 ? config.mlp_hidden : 4 * hidden;
   const double branch_std = config.init_std / std::sqrt(2.0 * static_cast<double>(config.layers));
-  const auto own = [&](const std::string& part, int64_t in, int64_t out) {
-    return replaced(config.replacer, registry, {prefix + part, in, out, config.dtype});
+  const auto own = [&](const std::string& part, int64_t in, int64_t out, PlaceCut cut) {
+    return replaced(config.replacer, registry, {prefix + part, in, out, config.dtype, lanes, cut});
   };
   const auto linear = [&](const char* part, int64_t in, int64_t out,
                           const LinearOptions& options) -> LayerPtr {
-    if (LayerPtr layer = own(part, in, out)) return layer;
+    const PlaceCut cut = options.cut == LinearCut::kRow ? PlaceCut::kIn : PlaceCut::kOut;
+    if (LayerPtr layer = own(part, in, out, cut)) return layer;
     return std::make_unique<Linear>(registry, prefix + part, in, out, options);
   };
   const auto norm = [&](const char* part) -> LayerPtr {
-    if (LayerPtr layer = own(part, hidden, hidden)) return layer;
+    if (LayerPtr layer = own(part, hidden, hidden, PlaceCut::kWhole)) return layer;
     return std::make_unique<LayerNorm>(registry, prefix + part, hidden, config.layer_norm_eps, config.dtype,
                                        config.norm_dtype);
   };
@@ -93,11 +95,11 @@ LayerPtr build_block(ParamRegistry& registry, const GptConfig& config, const Ten
   // Built in order, since parameters are numbered as they are declared.
   auto norm1 = norm("ln_1");
   auto qkv = linear("attn.qkv", hidden, 3 * hidden, fused_qkv);
-  LayerPtr attend = own("attn.heads", 3 * hidden, hidden);
+  LayerPtr attend = own("attn.heads", 3 * hidden, hidden, PlaceCut::kBoth);
   auto attention_out = linear("attn.proj", hidden, hidden, row);
   auto norm2 = norm("ln_2");
   auto up = linear("mlp.fc", hidden, mlp_hidden, column);
-  LayerPtr gelu = own("mlp.gelu", mlp_hidden, mlp_hidden);
+  LayerPtr gelu = own("mlp.gelu", mlp_hidden, mlp_hidden, PlaceCut::kBoth);
   auto down = linear("mlp.proj", mlp_hidden, hidden, row);
 
   const auto* last_of_attention = dynamic_cast<const Linear*>(attention_out.get());
@@ -129,12 +131,6 @@ void check_lanes_of(const GptConfig& config, const TensorLanes& lanes) {
 
 }  // namespace
 
-void check_replacer(const Replacer& replacer, const TensorLanes& lanes) {
-  require<NotAvailable>(!replacer || lanes.lanes == 1, "a layer that is not native (",
-                        replacer ? replacer->description() : "", ") with lanes.tp=", lanes.lanes,
-                        ": this version has them without tensor parallelism; use tp=1");
-}
-
 void check_tensor_cut(const char* family, const char* name, int64_t value, const TensorLanes& lanes) {
   if (value % lanes.lanes == 0) return;
   std::string fitting;
@@ -154,7 +150,6 @@ Cost Model::cost(int64_t num_samples, int64_t seq_len) const {
 Model build_gpt(const GptConfig& config, const TensorLanes& lanes) {
   validate(config);
   check_lanes_of(config, lanes);
-  check_replacer(config.replacer, lanes);
   Model model;
   model.description =
       concat("GPT layers=", config.layers, " hidden=", config.hidden, " heads=", config.heads,
@@ -183,7 +178,7 @@ Model build_gpt(const GptConfig& config, const TensorLanes& lanes) {
     add_layer([&] { return build_block(registry, config, lanes, i); });
   add_layer([&]() -> LayerPtr {
     if (LayerPtr own =
-            replaced(config.replacer, registry, {"ln_f", config.hidden, config.hidden, config.dtype}))
+            replaced(config.replacer, registry, {"ln_f", config.hidden, config.hidden, config.dtype, lanes}))
       return own;
     return std::make_unique<LayerNorm>(registry, "ln_f", config.hidden, config.layer_norm_eps, config.dtype,
                                        config.norm_dtype);

@@ -69,20 +69,21 @@ LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, const T
                      int64_t index) {
   const std::string name = concat("h.", index), prefix = name + ".";
   if (LayerPtr layer =
-          replaced(config.replacer, registry, {name, config.hidden, config.hidden, config.dtype}))
+          replaced(config.replacer, registry, {name, config.hidden, config.hidden, config.dtype, lanes}))
     return layer;
   const int64_t hidden = config.hidden, head_dim = hidden / config.heads;
   const double branch_std = config.init_std / std::sqrt(2.0 * static_cast<double>(config.layers));
-  const auto own = [&](const std::string& part, int64_t in, int64_t out) {
-    return replaced(config.replacer, registry, {prefix + part, in, out, config.dtype});
+  const auto own = [&](const std::string& part, int64_t in, int64_t out, PlaceCut cut) {
+    return replaced(config.replacer, registry, {prefix + part, in, out, config.dtype, lanes, cut});
   };
   const auto linear = [&](const char* part, int64_t in, int64_t out, LinearOptions options) -> LayerPtr {
-    if (LayerPtr layer = own(part, in, out)) return layer;
+    const PlaceCut cut = options.cut == LinearCut::kRow ? PlaceCut::kIn : PlaceCut::kOut;
+    if (LayerPtr layer = own(part, in, out, cut)) return layer;
     options.bias = false;
     return std::make_unique<Linear>(registry, prefix + part, in, out, options);
   };
   const auto norm = [&](const char* part) -> LayerPtr {
-    if (LayerPtr layer = own(part, hidden, hidden)) return layer;
+    if (LayerPtr layer = own(part, hidden, hidden, PlaceCut::kWhole)) return layer;
     return std::make_unique<RmsNorm>(registry, prefix + part, hidden, config.norm_eps, config.dtype,
                                      config.norm_dtype);
   };
@@ -101,11 +102,11 @@ LayerPtr build_block(ParamRegistry& registry, const LlamaConfig& config, const T
   auto norm1 = norm("ln_1");
   const int64_t qkv_features = (config.heads + 2 * config.kv_heads) * head_dim;
   auto qkv = linear("attn.qkv", hidden, qkv_features, column);
-  LayerPtr attend = own("attn.heads", qkv_features, hidden);
+  LayerPtr attend = own("attn.heads", qkv_features, hidden, PlaceCut::kBoth);
   auto attention_out = linear("attn.proj", hidden, hidden, row);
   auto norm2 = norm("ln_2");
   auto up = linear("mlp.gate_up", hidden, 2 * config.mlp_hidden, gate_up);
-  LayerPtr gate = own("mlp.swiglu", 2 * config.mlp_hidden, config.mlp_hidden);
+  LayerPtr gate = own("mlp.swiglu", 2 * config.mlp_hidden, config.mlp_hidden, PlaceCut::kBoth);
   auto down = linear("mlp.down", config.mlp_hidden, hidden, row);
 
   const int64_t parts = lanes.lanes;
@@ -136,7 +137,6 @@ Model build_llama(const LlamaConfig& given, const TensorLanes& lanes) {
     config.mlp_hidden = round_up(ceil_div(8 * config.hidden, int64_t{3}), int64_t{64});
   validate(config);
   check_lanes_of(config, lanes);
-  check_replacer(config.replacer, lanes);
   Model model;
   model.description =
       concat("Llama layers=", config.layers, " hidden=", config.hidden, " heads=", config.heads,
@@ -163,7 +163,7 @@ Model build_llama(const LlamaConfig& given, const TensorLanes& lanes) {
     add_layer([&] { return build_block(registry, config, lanes, i); });
   add_layer([&]() -> LayerPtr {
     if (LayerPtr own =
-            replaced(config.replacer, registry, {"ln_f", config.hidden, config.hidden, config.dtype}))
+            replaced(config.replacer, registry, {"ln_f", config.hidden, config.hidden, config.dtype, lanes}))
       return own;
     return std::make_unique<RmsNorm>(registry, "ln_f", config.hidden, config.norm_eps, config.dtype,
                                      config.norm_dtype);

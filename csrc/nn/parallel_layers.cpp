@@ -27,6 +27,19 @@ int64_t exchange_bytes(const TensorLanes& lanes, DType dtype, int64_t rows, int6
   return bytes_of(dtype, rows * features) / lanes.size * (lanes.size - 1);
 }
 
+// Of what every rank has of all tokens.
+Tensor own_tokens_of(const Context& context, const Tensor& all) {
+  const TensorParallel& tp = *context.tp;
+  if (tp.size() == 1 || all.numel() == 0) return all;
+  const int64_t samples = context.batch.num_samples(), rows = all.size(0) / samples, own = rows / tp.size();
+  const Tensor result = new_activation(context, all.dtype(), {samples * own, all.size(1)}, "own tokens");
+  for (int64_t sample = 0; sample < samples; ++sample) {
+    const int64_t first = sample * rows + tp.rank() * own;
+    copy(context.stream, all.slice(0, first, first + own), result.slice(0, sample * own, (sample + 1) * own));
+  }
+  return result;
+}
+
 ParamSpec vocabulary(const std::string& name, int64_t vocab, int64_t features, DType dtype, double init_std,
                      int64_t lanes) {
   ParamSpec spec;
@@ -106,6 +119,30 @@ Cost LaneBranch::cost(int64_t num_samples, int64_t own_tokens) const {
   if (options_.bias) cost.parameter_bytes += bytes_of(options_.dtype, options_.features);
   cost.comm_bytes += exchange_bytes(lanes, options_.dtype, rows, options_.features) +
                      exchange_bytes(lanes, DType::kF32, rows, options_.features);
+  return cost;
+}
+
+// ---- LaneReplica ----
+
+Tensor LaneReplica::forward(const Context& context, const Tensor& x, Saved* saved) const {
+  const Tensor all = context.tp->gather_tokens(context.stream, x, context.batch.num_samples());
+  if (saved) saved->children.resize(1);
+  return own_tokens_of(context, inner_->forward(context, all, saved ? &saved->children[0] : nullptr));
+}
+
+Tensor LaneReplica::backward_input(const Context& context, const Tensor& dy, Saved& saved) const {
+  const Tensor all = context.tp->gather_tokens(context.stream, dy, context.batch.num_samples());
+  return own_tokens_of(context, inner_->backward_input(context, all, saved.children[0]));
+}
+
+void LaneReplica::backward_weight(const Context& context, Saved& saved) const {
+  if (context.tp->rank() == 0) inner_->backward_weight(context, saved.children[0]);
+}
+
+Cost LaneReplica::cost(int64_t num_samples, int64_t own_tokens) const {
+  const int64_t rows = num_samples * own_tokens * lanes_.size;
+  Cost cost = inner_->cost(num_samples, own_tokens * lanes_.size);
+  cost.comm_bytes += exchange_bytes(lanes_, dtype_, rows, features_);
   return cost;
 }
 

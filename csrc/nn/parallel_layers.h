@@ -40,6 +40,24 @@ class LaneBranch final : public Layer {
   LaneBranchOptions options_;
 };
 
+// y = inner(x) of all tokens, computed alike on every rank: a layer that nobody cut, and that may mix tokens.
+// Its gradients are those of the first lane; the others have none.
+class LaneReplica final : public Layer {
+ public:
+  LaneReplica(LayerPtr inner, int64_t features, DType dtype, const TensorLanes& lanes)
+      : inner_(std::move(inner)), features_(features), dtype_(dtype), lanes_(lanes) {}
+  Tensor forward(const Context& context, const Tensor& x, Saved* saved) const override;
+  Tensor backward_input(const Context& context, const Tensor& dy, Saved& saved) const override;
+  void backward_weight(const Context& context, Saved& saved) const override;
+  Cost cost(int64_t num_samples, int64_t own_tokens) const override;
+
+ private:
+  LayerPtr inner_;
+  int64_t features_;
+  DType dtype_;
+  TensorLanes lanes_;
+};
+
 // The token embedding with the vocabulary cut over lanes, plus learned positions unless max_seq_len is 0; see
 // Embedding. The vocabulary is padded to a multiple of the lanes.
 class LaneEmbedding final : public Layer {

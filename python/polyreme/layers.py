@@ -12,6 +12,18 @@ A layer is a function of activations [rows, features], one token a row, in fp32.
 ones (csrc/nn/layer.h): forward, backward_input, backward_weight, cost; its parameters are declared, so that ZeRO,
 pipelines, checkpoints and `polyreme verify` treat them as all others. Arrays are NumPy's, views of the runtime's
 memory; a method may return anything that speaks DLPack. It runs on the CPU, inside of the step, while it holds the GIL.
+
+With lanes of tensor parallelism (pr.Lanes(tp=)) there are three kinds, with the same bits for every tp that divides them:
+
+- A block or a norm without cut parameters computes all tokens, alike on every rank of tp; backward_weight is called on
+  the first of them alone.
+- One whose parameters are declared with cut="column" or "row" is column- and row-parallel: its methods are called for
+  one lane, with the lane's part of those parameters and all of the others, and the runtime adds what the lanes return.
+  So the layer has to be a sum over lanes: what is added once, such as the bias after a row-parallel product or a skip
+  connection, belongs to call.lane 0. Gradients of parameters that are not cut are added over lanes too.
+- A part of a block between the cuts ("mlp.gelu", "attn.heads") computes its lane's features, in and out; one that takes
+  the place of a linear layer has cut parameters, "column" for "attn.qkv" or "mlp.fc", "row" for "attn.proj" or
+  "mlp.proj", and is a sum over lanes on its uncut side.
 """
 
 from __future__ import annotations
@@ -39,13 +51,16 @@ class Parameter:
 
     shape: sizes of its dims.
     init: "zeros", "ones", or the standard deviation of a normal distribution.
-    cut: how tensor parallelism may cut it: "column" along the first dim, "row" along the second; None: not.
+    cut: how tensor parallelism may cut it: "column" along the first dim, "row" along the second; None: not. The lanes
+        divide that dim.
+    blocks: equal blocks of the cut dim of which a lane has its share each: 3 for a fused q, k and v.
     weight_decay: whether the optimizer's decay applies; None: from two dims on.
     """
 
     shape: tuple[int, ...]
     init: str | float = 0.02
     cut: str | None = None
+    blocks: int = 1
     weight_decay: bool | None = None
 
     def __post_init__(self) -> None:
@@ -54,6 +69,7 @@ class Parameter:
         if self.init not in ("zeros", "ones"):
             init = check_number("Parameter: init", self.init, above=True, otherwise="'zeros' or 'ones'")
             object.__setattr__(self, "init", init)
+        object.__setattr__(self, "blocks", check_int("Parameter: blocks", self.blocks, 1))
         if self.cut not in _CUTS or _CUTS[self.cut] >= len(sizes):
             raise InvalidArgument(
                 f"Parameter: cut={self.cut!r} of shape {sizes}; expected None, 'column', or 'row' of two dims"
@@ -71,13 +87,22 @@ class Call:
         chain over tokens; those of frozen parameters are not there. All are the runtime's memory: only grads may be
         written.
     num_samples, seq_len: rows = num_samples * seq_len. first_sample: position in the global batch.
+    lane, lanes: which lane of tensor parallelism it computes, of how many; 0 of 1 where it computes the whole.
     training, step, seed: for dropout and the like; draw from (seed, step, first_sample), never from a global state.
 
     Whatever else the backward needs may be stored as further attributes. In an evaluation no backward follows.
     """
 
     def __init__(
-        self, num_samples: int, seq_len: int, training: bool, first_sample: int, step: int, seed: int
+        self,
+        num_samples: int,
+        seq_len: int,
+        training: bool,
+        first_sample: int,
+        step: int,
+        seed: int,
+        lane: int = 0,
+        lanes: int = 1,
     ) -> None:
         self.num_samples = num_samples
         self.seq_len = seq_len
@@ -85,6 +110,8 @@ class Call:
         self.first_sample = first_sample
         self.step = step
         self.seed = seed
+        self.lane = lane
+        self.lanes = lanes
         self.x: NDArray[np.float32]
         self.dy: NDArray[np.float32]
         self.weights: dict[str, NDArray[np.float32]] = {}
@@ -113,7 +140,7 @@ class Layer(ABC):
         return
 
     def cost(self, num_samples: int, seq_len: int) -> dict[str, float]:
-        """FLOPs of a micro-batch: forward_flops, backward_input_flops, backward_weight_flops; and saved_bytes, of what
+        """FLOPs of a micro-batch over all lanes: forward_flops, backward_input_flops, backward_weight_flops; and saved_bytes, of what
         it stores in `call`. Pipelines split a model by them. Default: nothing.
         """
         return {}
@@ -124,6 +151,10 @@ class TorchLayer(Layer):
     initial values drawn anew like the module's: zeros, ones, or normal with their standard deviation. Zero-copy.
 
     make: makes the module, which has neither buffers nor random numbers. Called once.
+    cut: "column" or "row" by the names of linear layers (torch.nn.Linear) of the module, for tensor parallelism: a
+        column-parallel layer's outputs are a lane's, until a row-parallel one makes a sum over lanes of them, with
+        which the module ends. Layers in front of the first column-parallel one compute alike in every lane.
+    skip: y = x + module(x).
 
     Example:
         >>> import polyreme as pr
@@ -132,23 +163,43 @@ class TorchLayer(Layer):
         >>> model = pr.models.GPT(layers=2, hidden=64, heads=4, replace={"h.1": block})  # doctest: +SKIP
     """
 
-    def __init__(self, make: Any) -> None:
+    def __init__(self, make: Any, *, cut: Mapping[str, str] | None = None, skip: bool = False) -> None:
         self._module = make()
+        self._skip = skip
         self._shapes = {
             name.replace(".", "_"): (name, value) for name, value in self._module.named_parameters()
         }
+        self._cuts: dict[str, str] = {}
+        self._added_once: set[str] = set()  # biases of row-parallel layers
+        for name, how in (cut or {}).items():
+            self._cut(name, how)
+
+    def _cut(self, name: str, how: str) -> None:
+        from torch import nn
+
+        layers = {path for path, module in self._module.named_modules() if isinstance(module, nn.Linear)}
+        if name not in layers or how not in ("column", "row"):
+            raise InvalidArgument(
+                f"TorchLayer: cut={{{name!r}: {how!r}}}; expected 'column' or 'row' for linear layers, which are"
+                f" {', '.join(sorted(layers)) or 'none here'}"
+            )
+        self._cuts[f"{name}.weight"] = how
+        if how == "column":
+            self._cuts[f"{name}.bias"] = how
+        else:
+            self._added_once.add(f"{name}.bias")
 
     def parameters(self, inputs: int, outputs: int) -> Mapping[str, Parameter]:
         """See Layer."""
         found = {}
-        for name, (_, value) in self._shapes.items():
+        for name, (path, value) in self._shapes.items():
             data = value.detach()
             init: str | float = "zeros"
             if bool((data == 1).all()):
                 init = "ones"
             elif bool((data != 0).any()):
                 init = float(data.std(correction=0)) or "zeros"
-            found[name] = Parameter(shape=tuple(data.shape), init=init)
+            found[name] = Parameter(shape=tuple(data.shape), init=init, cut=self._cuts.get(path))
         return found
 
     def forward(self, call: Call) -> Any:
@@ -161,7 +212,13 @@ class TorchLayer(Layer):
             for name, (path, _) in self._shapes.items()
         }
         with torch.enable_grad():
-            y = torch.func.functional_call(self._module, weights, (x,))
+            used = dict(weights)
+            if call.lane > 0:
+                absent = self._added_once & weights.keys()
+                used.update({path: torch.zeros_like(weights[path]) for path in absent})
+            y = torch.func.functional_call(self._module, used, (x,))
+            if self._skip and call.lane == 0:
+                y = x + y
         call.graph = (x, weights, y)  # type: ignore[attr-defined]
         return y.detach()
 
@@ -170,7 +227,8 @@ class TorchLayer(Layer):
         import torch
 
         x, weights, y = call.graph  # type: ignore[attr-defined]
-        dx, *found = torch.autograd.grad(y, [x, *weights.values()], torch.from_numpy(call.dy))
+        dy = torch.from_numpy(call.dy)
+        dx, *found = torch.autograd.grad(y, [x, *weights.values()], dy, materialize_grads=True)
         call.graph = dict(zip(self._shapes, found, strict=True))  # type: ignore[attr-defined]
         return dx
 
@@ -209,6 +267,7 @@ class _Runner:
                     "weight_decay": parameter.weight_decay,
                     "init": parameter._raw_init(),
                     "cut": _CUTS[parameter.cut],
+                    "blocks": parameter.blocks,
                 }
             )
         return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import polyreme as pr
 import pytest
@@ -39,7 +41,8 @@ class Linear(pr.layers.Layer):
     def forward(self, call):
         weight = call.weights["weight"]
         zeros = np.zeros((len(call.x), len(weight)), np.float32)
-        return chain(zeros, call.x, weight.T) + call.weights["bias"]
+        product = chain(zeros, call.x, weight.T)
+        return product + call.weights["bias"] if call.lane == 0 else product
 
     def backward_input(self, call):
         return chain(np.zeros_like(call.x), call.dy, call.weights["weight"])
@@ -47,7 +50,7 @@ class Linear(pr.layers.Layer):
     def backward_weight(self, call):
         if "weight" in call.grads:
             call.grads["weight"][...] = chain(call.grads["weight"], call.dy.T, call.x)
-        if "bias" in call.grads:
+        if "bias" in call.grads and call.lane == 0:
             for row in call.dy:
                 call.grads["bias"] += row
 
@@ -67,6 +70,21 @@ class Gelu(pr.layers.Layer):
         x = call.x.astype(np.float64)
         slope = np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
         return call.dy * (0.5 * (1 + call.t) + 0.5 * x * (1 - call.t**2) * slope)
+
+
+class Whole(Linear):
+    """Not cut."""
+
+    def __init__(self):
+        super().__init__(0.02)
+
+    def parameters(self, inputs, outputs):
+        return {"weight": pr.layers.Parameter(shape=(outputs, inputs))}
+
+
+class Odd(Gelu):
+    def parameters(self, inputs, outputs):
+        return {"odd": pr.layers.Parameter(shape=(3, inputs), cut="column")}
 
 
 LINEAR = pr.models.GPT(**SIZES, replace={"h.*.mlp.proj": Linear(0.02 / np.sqrt(2 * SIZES["layers"]))})
@@ -204,9 +222,177 @@ def test_refusals():
     refused(pr.InvalidArgument, ["cut='row'"], lambda: pr.layers.Parameter(shape=(3,), cut="row"))
 
     def body(world):
-        def along_tp():
-            return pr.Trainer(GELU, pr.Mesh(world, tp=2), optimizer=pr.SGD(lr=0.1), global_batch=4)
+        def along_tp(layer, place="h.1.mlp.proj"):
+            model = pr.models.GPT(**SIZES, replace={place: layer})
+            return lambda: pr.Trainer(model, pr.Mesh(world, tp=2), optimizer=pr.SGD(lr=0.1), global_batch=4)
 
-        refused(pr.errors.NotAvailable, ["Gelu", "lanes.tp=2", "tp=1"], along_tp)
+        words = ["'h.1.mlp.proj'", "Whole", "lanes.tp=2", "cut='row'"]
+        refused(pr.InvalidArgument, words, along_tp(Whole()))
+        refused(pr.InvalidArgument, ["'h.1.odd'", "3", "2"], along_tp(Odd(), "h.1"))
 
     run_ranks(2, body)
+
+
+# ---- with lanes of tensor parallelism ----
+
+
+class Mixer(pr.layers.Layer):
+    """y = x + scale * (mean of the tokens up to this one): a block that nobody cut, and that mixes tokens."""
+
+    def parameters(self, inputs, outputs):
+        return {"scale": pr.layers.Parameter(shape=(inputs,), init="ones")}
+
+    def _means(self, call, values, reverse=False):
+        rows = values.reshape(call.num_samples, call.seq_len, -1).astype(np.float64)
+        counts = np.arange(1, call.seq_len + 1)[None, :, None]
+        if reverse:
+            return np.cumsum((rows / counts)[:, ::-1], axis=1)[:, ::-1].reshape(values.shape)
+        return (np.cumsum(rows, axis=1) / counts).reshape(values.shape)
+
+    def forward(self, call):
+        call.mean = self._means(call, call.x)
+        return call.x + call.weights["scale"] * call.mean
+
+    def backward_input(self, call):
+        return call.dy + self._means(call, call.dy * call.weights["scale"], reverse=True)
+
+    def backward_weight(self, call):
+        for row in call.dy * call.mean:
+            call.grads["scale"] += row.astype(np.float32)
+
+
+class Mlp(pr.layers.Layer):
+    """A block with a skip connection: y = x + W2 relu(W1 (g * x) + b1) + b2, column- and row-parallel."""
+
+    def parameters(self, inputs, outputs):
+        kind = pr.layers.Parameter
+        return {
+            "gain": kind(shape=(inputs,), init="ones"),
+            "up": kind(shape=(24, inputs), init=0.1, cut="column"),
+            "up_bias": kind(shape=(24,), init=0.1, cut="column"),
+            "down": kind(shape=(outputs, 24), init=0.1, cut="row"),
+            "down_bias": kind(shape=(outputs,), init=0.1),
+        }
+
+    def forward(self, call):
+        w = call.weights
+        assert len(w["up"]) == 24 // call.lanes
+        call.scaled = call.x * w["gain"]
+        call.h = np.maximum(call.scaled @ w["up"].T + w["up_bias"], 0)
+        y = call.h @ w["down"].T
+        return y + w["down_bias"] + call.x if call.lane == 0 else y
+
+    def backward_input(self, call):
+        w = call.weights
+        call.dh = (call.dy @ w["down"]) * (call.h > 0)
+        call.dscaled = call.dh @ w["up"]
+        dx = call.dscaled * w["gain"]
+        return dx + call.dy if call.lane == 0 else dx
+
+    def backward_weight(self, call):
+        terms = {
+            "gain": lambda i: call.dscaled[i] * call.x[i],
+            "up": lambda i: np.outer(call.dh[i], call.scaled[i]),
+            "up_bias": lambda i: call.dh[i],
+            "down": lambda i: np.outer(call.dy[i], call.h[i]),
+        }
+        if call.lane == 0:
+            terms["down_bias"] = lambda i: call.dy[i]
+        for name, term in terms.items():
+            if name in call.grads:
+                for i in range(len(call.x)):
+                    call.grads[name] += term(i)
+
+
+CUT = pr.models.GPT(
+    **SIZES | dict(heads=4),
+    replace={
+        "h.0": Mixer(),
+        "h.1": Mlp(),
+        "h.2.ln_2": Mixer(),
+        "h.2.mlp.gelu": Gelu(),
+        "h.2.mlp.proj": Linear(0.02),
+    },
+)
+
+
+def train_cut(world, *, model=CUT, tp=1, pp=1, lanes=4, **options):
+    mesh = pr.Mesh(world, pp=pp, tp=tp)
+    options = {"micro_batch": 2, "clip_norm": 0.5, **options}
+    rule = pr.AdamW(lr=1e-2, eps=1e-4)
+    trainer = pr.Trainer(
+        model, mesh, optimizer=rule, global_batch=4, lanes=pr.Lanes(dp=2, tp=lanes), **options
+    )
+    rows, place = 4 // mesh.size("dp"), mesh.coordinate("dp")
+    part = slice(place * rows, (place + 1) * rows)
+    stats = [trainer.step(tokens[part], targets[part]) for tokens, targets in DATA]
+    if mesh.size("tp") > 1:
+        trainer.check_replicas()
+    return [(s.loss.hex(), s.grad_norm.hex()) for s in stats], fingerprint(trainer)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_along_tp_every_size_has_the_bits_of_one_rank(precision):
+    (expected,) = run_ranks(1, lambda world: train_cut(world, precision=precision))
+    layouts = [(2, dict(tp=2)), (4, dict(tp=4))]
+    if precision == "fp32":
+        layouts += [(8, dict(tp=2, pp=2, zero=2)), (4, dict(tp=2, zero=3))]
+    for ranks, options in layouts:
+        run = functools.partial(train_cut, precision=precision, **options)
+        assert run_ranks(ranks, run) == [expected] * ranks, options
+
+
+def test_along_tp_on_the_deferred_device():
+    expected = run_ranks(1, train_cut)
+    for seed in range(2):
+        run = functools.partial(train_cut, tp=2, schedule=pr.schedule.zb_h1(), pp=2)
+        assert run_ranks(4, run, executor="deferred", schedule_seed=seed) == expected * 4
+
+
+def test_along_tp_gradients_are_those_of_one_lane():
+    def gradients(world, lanes):
+        tp = world.size
+        trainer = pr.Trainer(
+            CUT, pr.Mesh(world, tp=tp), optimizer=pr.SGD(lr=0.1), global_batch=4, lanes=pr.Lanes(tp=lanes)
+        )
+        trainer.step(*DATA[0])
+        return {name: trainer.gradient(name) for name in trainer.parameter_names()}
+
+    (alone,), (cut, _) = (
+        run_ranks(1, lambda world: gradients(world, 1)),
+        run_ranks(2, lambda world: gradients(world, 2)),
+    )
+    for name, gradient in alone.items():
+        assert np.abs(cut[name] - gradient).max() <= 1e-5 * np.abs(gradient).max(), name
+
+
+@pytest.mark.torch
+def test_a_module_of_pytorch_is_cut_by_naming_its_linear_layers():
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    layer = pr.layers.TorchLayer(make, cut={"1": "column", "3": "row"}, skip=True)
+    model = pr.models.GPT(**SIZES | dict(heads=4), replace={"h.1": layer})
+    parts = {spec["name"]: spec["cuts"] for spec in model.param_specs()}
+    assert [bool(parts[f"h.1.{name}"]) for name in ("1_weight", "1_bias", "3_weight", "3_bias")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    torch.set_num_threads(1)
+    (expected,) = run_ranks(1, lambda world: train_cut(world, model=model))
+    for tp in (2, 4):
+        assert run_ranks(tp, lambda world, tp=tp: train_cut(world, model=model, tp=tp)) == [expected] * tp
+    (whole,) = run_ranks(1, lambda world: train_cut(world, model=model, lanes=1))
+    for ours, theirs in zip(expected[0], whole[0], strict=True):
+        assert float.fromhex(ours[0]) == pytest.approx(float.fromhex(theirs[0]), rel=1e-5)
+    refused(
+        pr.InvalidArgument,
+        ["'2': 'row'", "1, 3"],
+        lambda: pr.layers.TorchLayer(make, cut={"2": "row"}),
+    )

@@ -52,9 +52,44 @@ for step in range(100):
 """
 
 
-def verify(tmp_path, *arguments, layouts="dp=2 dp=4", options=()):
+# A norm of the user's own that shares the tokens out over tp in the backward, each rank its own, as sequence
+# parallelism does. What is missing is the sum of the ranks' gradients. One rank has all tokens.
+MISSING_REDUCTION = """
+import sys
+import numpy as np
+import polyreme as pr
+
+class Norm(pr.layers.Layer):
+    def parameters(self, inputs, outputs):
+        return {"gain": pr.layers.Parameter(shape=(inputs,), init="ones")}
+
+    def forward(self, call):
+        call.scale = 1 / np.sqrt((call.x**2).mean(axis=1, keepdims=True) + 1e-5)
+        return call.x * call.scale * call.weights["gain"]
+
+    def backward_input(self, call):
+        dx = call.dy * call.weights["gain"]
+        return call.scale * (dx - call.x * call.scale**2 * (dx * call.x).mean(axis=1, keepdims=True))
+
+    def backward_weight(self, call):
+        own = len(call.x) // mesh.size("tp")
+        terms = call.dy * call.x * call.scale
+        for row in terms[mesh.coordinate("tp") * own :][:own] if "bug" in sys.argv else terms:
+            call.grads["gain"] += row
+
+mesh = pr.Mesh(pr.init())
+model = pr.models.GPT(layers=2, hidden=16, heads=2, vocab=31, seq_len=8, replace={"h.1.ln_2": Norm()})
+trainer = pr.Trainer(model, mesh, optimizer=pr.AdamW(lr=1e-2), global_batch=4)
+random = np.random.default_rng(0)
+for step in range(100):
+    tokens = random.integers(0, 31, (4, 9))
+    trainer.step(tokens[:, :-1], tokens[:, 1:])
+"""
+
+
+def verify(tmp_path, *arguments, layouts="dp=2 dp=4", options=(), text=SCRIPT):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     options = options or ["--layouts", layouts]
     return polyreme("verify", "--json", "--steps", 4, *options, script, *arguments, cwd=tmp_path)
 
@@ -103,6 +138,15 @@ def test_planted_bug_is_named(tmp_path):
     assert done.returncode == 1, done.stderr
     (layout,) = json.loads(done.stdout)["layouts"]
     assert layout["difference"].startswith("step 3, rank 1: the weight before the step of 'ln_f.bias'")
+
+
+def test_a_missing_reduction_of_a_norms_gradient_is_named(tmp_path):
+    assert equal_layouts(verify(tmp_path, layouts="tp=2", text=MISSING_REDUCTION)) == ["tp=2"]
+    done = verify(tmp_path, "bug", layouts="tp=2", text=MISSING_REDUCTION)
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)["layouts"][0]["difference"]
+    assert found.startswith("step 1, rank 0: the gradient of 'h.1.ln_2.gain' is "), found
+    assert "the 1-rank run has" in found
 
 
 def test_lanes_that_follow_the_ranks_are_named(tmp_path):

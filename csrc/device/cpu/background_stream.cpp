@@ -1,5 +1,9 @@
 #include "device/cpu/background_stream.h"
 
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <utility>
 
 #include "base/interrupt.h"
@@ -16,6 +20,22 @@ void wait_for(std::condition_variable& changed, std::unique_lock<std::mutex>& lo
     check_interrupt();
     lock.lock();
   }
+}
+
+// Asks Linux for the shortest slice (0.1 ms) for this thread, so that it runs as soon as there is something
+// for it to do where it shares a CPU with the thread that computes: it does little and then waits, but others
+// wait for it. With an equal slice it begins when the computing thread's ends, 3 ms late. From Linux 6.12 on;
+// older ones favour whoever slept, or refuse, and then nothing is lost.
+void ask_for_short_slices() {
+  struct Attributes {  // sched_attr of linux/sched/types.h, its first version
+    uint32_t size = sizeof(Attributes), policy = 0;
+    uint64_t flags = 0;
+    int32_t nice = 0;
+    uint32_t priority = 0;
+    uint64_t runtime_ns = 100'000, deadline = 0, period = 0;
+  } attributes;
+  attributes.nice = getpriority(PRIO_PROCESS, 0);
+  syscall(SYS_sched_setattr, 0, &attributes, 0);
 }
 
 }  // namespace
@@ -91,6 +111,7 @@ void BackgroundStream::synchronize() {
 }
 
 void BackgroundStream::work() {
+  ask_for_short_slices();
   std::unique_lock lock(queue_->mutex);
   while (true) {
     queue_->changed.wait(lock, [this] { return queue_->ending || !queue_->tasks.empty(); });

@@ -306,7 +306,7 @@ class Checkpointer:
         local: Error | None = None
         facts: dict[str, Any] = {"step": step, "busy": self._thread is not None, "error": ""}
         try:
-            source = state_of(core, state, writable=False)
+            source = state_of(state, writable=False)
             held, scalars = source.held(), source.scalars()
             check_names(held)
             facts["scalars"] = hashlib.sha256(
@@ -479,7 +479,7 @@ class Checkpointer:
         found = require_agreement(core, f"load from '{self.directory}'", facts)[0]["found"]
         target: State | Error
         try:
-            target = state_of(core, state, writable=True)
+            target = state_of(state, writable=True)
         except Error as error:
             target = error
         for i, (source, candidate) in enumerate(found):
