@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import threading
@@ -19,9 +18,9 @@ from ..errors import CheckpointCorrupt, CheckpointError, Error, InvalidArgument
 from ..verification import is_verifying
 from ..world import World
 from . import directory as names
+from .agreement import AgreedSave, agree_on_save, agree_on_settings
 from .arrays import state_of
-from .layout import Planner, State, check_names, require_agreement
-from .manifest import encode_json
+from .layout import Planner, State, require_agreement
 from .peers import Peers, find_segment
 from .restore import restore
 from .results import CheckpointStats, Restored
@@ -184,15 +183,7 @@ class Checkpointer:
             "signals": self._use_signals,
             "check_replicas": self._checks_replicas,
         }
-        facts = {"settings": settings, "error": ""}
-        first = require_agreement(world._core, "Checkpointer", facts)[0]["settings"]
-        different = [
-            f"{name}={own!r}, rank 0 has {first[name]!r}"
-            for name, own in settings.items()
-            if own != first[name]
-        ]
-        facts["error"] = "; ".join(different)
-        require_agreement(world._core, "Checkpointer: all ranks need the same arguments", facts)
+        agree_on_settings(world._core, settings)
         self._world = world
         return world._core
 
@@ -302,60 +293,42 @@ class Checkpointer:
         if self.when_busy == "wait" or (self._thread is not None and not self._thread.is_alive()):
             self._finish()
         self._raise_earlier()
-        document: dict[str, Any] = dict(extras or {})
-        local: Error | None = None
-        facts: dict[str, Any] = {"step": step, "busy": self._thread is not None, "error": ""}
-        try:
-            source = state_of(state, writable=False)
-            held, scalars = source.held(), source.scalars()
-            check_names(held)
-            facts["scalars"] = hashlib.sha256(
-                encode_json("extras", document) + encode_json("scalars", scalars)
-            ).hexdigest()
-            facts["digest"] = self._planner.digest(held)
-            facts["generation"] = names.new_generation()
-        except Error as error:
-            local = error
-            facts["error"] = str(error)
-        what = f"checkpoint save of step {step}"
-        try:
-            everybody = require_agreement(core, what, facts)
-        except CheckpointError:
-            if local is not None:
-                raise local from None
-            raise
-        for key in ("step", "scalars"):
-            ranks = [r for r, f in enumerate(everybody) if f[key] != everybody[0][key]]
-            if ranks:
-                raise CheckpointError(
-                    f"{what}: rank {ranks[0]} has another {'step' if key == 'step' else 'extras'} than rank 0:"
-                    f" {everybody[ranks[0]][key]} and {everybody[0][key]}; all ranks must save the same"
-                )
-        if any(f["busy"] for f in everybody):
+        agreed = agree_on_save(
+            core, self._planner, state, step, dict(extras or {}), busy=self._thread is not None
+        )
+        if agreed.is_busy:
             self.stats = replace(self.stats, skipped=self.stats.skipped + 1)
             return False
         if self._checks_replicas and hasattr(state, "check_replicas"):
             state.check_replicas()
-        plan = self._planner.plan(core, held, [f["digest"] for f in everybody])
-        shards = self._staging.fill(plan, held, source, core.rank)
+        self._job = self._staged(core, step, agreed)
+        self._thread = self._job.start()
+        self.stats = replace(
+            self.stats, stall_s=time.perf_counter() - start, staging_bytes=self._staging.num_bytes
+        )
+        return True
+
+    def _staged(self, core: _core.World, step: int, agreed: AgreedSave) -> SaveJob:
+        """Copies what this rank writes. Collective."""
+        source = agreed.source
+        plan = self._planner.plan(core, source.held(), agreed.digests)
+        shards = self._staging.fill(plan, source.held(), source, core.rank)
         received = self._peers.send(plan, self._staging, shards) if self._peers is not None else None
-        job = SaveJob(
+        layout = {"num_ranks": core.size, "version": _core.__version__, **source.layout()}
+        if self._segment:
+            layout["job"] = self._job_name()
+        return SaveJob(
             world=core,
             files=self._files,
             directory=self.directory,
             step=step,
-            generation=everybody[0]["generation"],
+            generation=agreed.generation,
             plan=plan,
             staging=self._staging,
             shards=shards,
-            layout={
-                "num_ranks": core.size,
-                "version": _core.__version__,
-                **source.layout(),
-                **({"job": self._job_name()} if self._segment else {}),
-            },
-            scalars=scalars,
-            extras=document,
+            layout=layout,
+            scalars=agreed.scalars,
+            extras=agreed.extras,
             keep=self.keep,
             timeout_s=self.timeout_s,
             segment=self._segment,
@@ -364,12 +337,6 @@ class Checkpointer:
             kept=self._peers.kept if self._peers is not None else (),
             received=received,
         )
-        self._job = job
-        self._thread = job.start()
-        self.stats = replace(
-            self.stats, stall_s=time.perf_counter() - start, staging_bytes=self._staging.num_bytes
-        )
-        return True
 
     def save(self, state: Any, *, step: int | None = None, extras: Mapping[str, Any] | None = None) -> None:
         """Saves and waits until it is committed. Collective.
