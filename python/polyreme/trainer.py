@@ -277,7 +277,7 @@ class Trainer:
             validation: evaluated every `validate_every` steps (0: never between) and after the last one.
             validation_samples: samples of one evaluation; default: all.
             checkpoints: saves as it says, and after the last step. The place in the order of samples is part of
-                the checkpoint: it is the number of updates.
+                the checkpoint: it is the number of steps, skipped ones included.
 
         Raises:
             InvalidArgument: data that does not fit the model, or has fewer samples than global_batch.

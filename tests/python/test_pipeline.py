@@ -278,6 +278,7 @@ def train_ragged(world, model=MODEL, *, pp=1, tp=1, **options):
 
 
 PAIRED = pr.models.Llama(layers=6, hidden=16, heads=2, kv_heads=2, vocab=31, seq_len=12)
+WITH_POSITIONS = pr.models.GPT(layers=2, hidden=16, heads=2, vocab=31, seq_len=12)
 
 
 @functools.cache
@@ -314,10 +315,12 @@ def test_o_pp_04_is_the_token_mean_of_what_is_there():
     np.testing.assert_allclose(apart[2], whole[2], atol=1e-7)
 
 
-@pytest.mark.parametrize("ranks, pp", [(4, 2), (8, 2), (8, 4)])
-def test_o_pp_05_lengths_with_tp_and_pp_differ_by_micro_batch_and_rank_of_dp(ranks, pp):
-    results = run_ranks(ranks, lambda world: train_ragged(world, PAIRED, pp=pp, tp=2))
-    assert results == [one_ragged_rank(PAIRED, 2)] * ranks
+@pytest.mark.parametrize(
+    "ranks, pp, model", [(4, 2, PAIRED), (8, 2, PAIRED), (8, 4, PAIRED), (2, 1, WITH_POSITIONS)]
+)
+def test_o_pp_05_lengths_with_tp_and_pp_differ_by_micro_batch_and_rank_of_dp(ranks, pp, model):
+    results = run_ranks(ranks, lambda world: train_ragged(world, model, pp=pp, tp=2))
+    assert results == [one_ragged_rank(model, 2)] * ranks
 
 
 def test_what_is_wrong_with_a_list_of_micro_batches_is_said():
