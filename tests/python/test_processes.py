@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -161,7 +162,8 @@ def test_the_example_prints_json_lines_with_all_fields(example):
     assert [line["validation_loss"] is not None for line in lines] == [False, False, False, True]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert lines[-1]["eta_s"] == 0
-    assert example.stderr == ""
+    waits = re.compile(r"(\[\d\] )?(rendezvous: \d/2 joined|no store at )")  # of ranks on a busy machine
+    assert [line for line in example.stderr.splitlines() if not waits.match(line)] == []
 
 
 def test_the_example_says_what_it_trains_and_generates_text(example):
