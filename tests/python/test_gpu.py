@@ -8,12 +8,26 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import polyreme as pr
 import pytest
-from helpers import Ranks, alone, batches, fingerprint, make_trainer, refused, token_file, train
+from helpers import (
+    HANG_S,
+    Ranks,
+    alone,
+    batches,
+    clean_environment,
+    fingerprint,
+    json_lines,
+    make_trainer,
+    refused,
+    token_file,
+    train,
+)
 from polyreme.environment import RankEnvironment
 from polyreme.testing import run_ranks
 
@@ -74,6 +88,27 @@ def test_ranks_with_gpus_have_the_bits_of_a_cpu(gpus, device, zero):
         2, lambda world: train(world, data, model, lanes=LANES, global_batch=4, zero=zero), device=device
     )
     assert ranks == [wanted, wanted]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_tensor_parallel_ranks(gpus, device):
+    """tp=2 and, with the same two lanes, tp=1: the bits of one CPU."""
+    model, lanes = model_of(), pr.Lanes(tp=2)
+    data = batches(2, 4, model)
+
+    def body(world, tp):
+        options = {
+            "optimizer": pr.AdamW(lr=1e-3, eps=1e-4),
+            "global_batch": 4,
+            "lanes": lanes,
+            "zero": tp - 1,
+        }
+        trainer = pr.Trainer(model, pr.Mesh(world, tp=tp), **options)
+        return [trainer.step(*batch).loss.hex() for batch in data], fingerprint(trainer)
+
+    wanted = body(alone(isa="avx2"), 1)
+    assert run_ranks(2, lambda world: body(world, 2), device=device) == [wanted, wanted]
+    assert body(alone(device="cuda"), 1) == wanted
 
 
 def test_a_llama_on_a_gpu(gpus):
@@ -206,6 +241,24 @@ def test_arrays_in_a_checkpoint_of_a_gpu_run(gpus, tmp_path):
         back = {"moment": np.zeros(5)}
         checkpoints.load(back)
     assert back["moment"].tolist() == [0, 1, 2, 3, 4]
+
+
+# ---- the script for real GPUs ----
+
+
+def test_the_script_for_real_gpus_runs(gpus):
+    script = Path(__file__).parents[2] / "scripts" / "gpu_step.py"
+    if not script.exists():
+        pytest.skip("away from the sources")
+    environment = clean_environment(POLYREME_BACKENDS=str(emulated_folder()))
+    command = [sys.executable, str(script), "--tiny", "--steps", "1"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = json_lines(done.stdout)
+    assert {line["outcome"] for line in lines} == {"ok"}
+    assert lines[-1]["model_step"] == "tiny"
 
 
 # ---- what is refused ----

@@ -87,7 +87,7 @@ struct PolyremeFill {
 struct PolyremeAccumulate {
   const void* x;
   float* out;
-  int32_t* not_finite;  // set to 1 where x is not finite
+  int32_t* not_finite;  // null, or set to 1 where x is not finite
   int64_t count;
   int32_t dtype;  // of x
 };
@@ -173,6 +173,13 @@ struct PolyremeAccumulateRows {
   int64_t rows, cols;
   int32_t dtype;
 };
+struct PolyremeAddRows {
+  const float* x;     // [rows, cols]
+  const void* table;  // [period, cols]
+  void* out;
+  int64_t rows, cols, period;
+  int32_t table_dtype, out_dtype;
+};
 struct PolyremeNormBackwardWeight {
   const void* dy;
   const void* x;
@@ -211,6 +218,14 @@ struct PolyremeEmbedding {
   int64_t batch, seq, cols, vocab;
   int32_t dtype;
 };
+// The rows of tokens [first_token, first_token + vocab); `count` tokens.
+struct PolyremeEmbeddingPart {
+  const int32_t* tokens;
+  const void* table;  // [vocab, cols] of dtype; backward: rows of dtype, [count, cols]
+  float* out;         // [count, cols]; backward: [vocab, cols]
+  int64_t count, cols, vocab, first_token;
+  int32_t dtype;
+};
 
 // ---- cross_entropy.cuh --------------------------------------------------------------------------
 struct PolyremeCrossEntropy {
@@ -223,14 +238,17 @@ struct PolyremeCrossEntropy {
   float scale;  // backward
   int32_t dtype;
 };
-// One rank's columns [first_column, first_column + cols) of the logits.
+// Columns of the logits from first_column on: `cols` of them, of which `valid` are of the vocabulary.
 struct PolyremeVocabPart {
-  const void* logits;  // [rows, cols]
+  void* logits;  // [rows, cols]
   const int32_t* targets;
-  float* max;           // [rows]; in for sums, out for maxima
+  float* max;           // [rows]; in and out for maxima
   float* sum_exp;       // [rows]
   float* target_logit;  // [rows]
-  int64_t rows, cols, first_column;
+  float* loss;          // [rows]; finish
+  float* log_sum_exp;   // [rows]; finish, backward
+  int64_t rows, cols, valid, first_column;
+  float scale;  // backward
   int32_t dtype;
 };
 

@@ -88,7 +88,7 @@ PROMISE = [
     },
     {
         "backend": "CUDA",
-        "equal": "the same as one CPU at avx2 in fp32, bf16 and fp16, for dp 2, pp 2 and ZeRO stages 0 to 3",
+        "equal": "the same as one CPU at avx2 in fp32, bf16 and fp16, for dp 2, pp 2, tp 2 and ZeRO stages 0 to 3",
         "seen": "tests/python/test_gpu.py and tests/cpp/engine/gpu_engine_test.cpp, over emulated GPUs alone",
     },
 ]

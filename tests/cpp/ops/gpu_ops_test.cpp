@@ -209,6 +209,34 @@ TEST(GpuOps, EmbeddingAndCrossEntropy) {
   });
 }
 
+TEST(GpuOps, PartsOfLanes) {
+  expect_same_bits([](OneDevice& run) {
+    const Tensor x = run.any({6, 24}), sum = run.f32({6, 24}), table = run.any({3, 24}),
+                 out = run.of(DType::kBF16, {6, 24});
+    add_to(run.stream(), x, sum);
+    add_rows(run.stream(), sum, table, out);
+    add_rows(run.stream(), sum, table, sum);
+    const Tensor tokens = run.ids({2, 3}, {4, 9, 4, 0, 6, 4});
+    const Tensor part = run.any({4, 24}), rows = run.f32({2, 3, 24}), grad = run.f32({4, 24});
+    embedding_part_forward(run.stream(), tokens, part, 3, rows);
+    embedding_part_backward(run.stream(), tokens, run.any({2, 3, 24}), 3, grad);
+    for (const Tensor& result : {sum, out, rows, grad}) run.keep(result);
+    // 13 of 16 columns from class 5 on, and a part without a class.
+    const Tensor logits = run.any({4, 16}), targets = run.ids({4}, {17, kIgnoreIndex, 5, 2});
+    const Tensor top = run.f32({4}), sums = run.f32({2, 4}), loss = run.f32({4}), log_sum_exp = run.f32({4});
+    for (const int64_t valid : {int64_t{13}, int64_t{0}}) {
+      const LogitsPart columns{.logits = logits, .first_class = 5, .valid = valid};
+      fill(run.stream(), top, -std::numeric_limits<float>::infinity());
+      cross_entropy_part_max(run.stream(), columns, top);
+      cross_entropy_part_sums(run.stream(), columns, targets, top, sums);
+      cross_entropy_finish(run.stream(), sums, targets, top, loss, log_sum_exp);
+      for (const Tensor& result : {top, sums, loss, log_sum_exp}) run.keep(result);
+      cross_entropy_part_backward(run.stream(), columns, targets, log_sum_exp, 0.25F);
+      run.keep(logits);
+    }
+  });
+}
+
 TEST(GpuOps, SumsAndFlagsOfTheCaller) {
   expect_same_bits([](OneDevice& run) {
     const Tensor x = run.any({1500}), sum = run.f32({1500}), flags = run.ids({2}, {7, 7});
