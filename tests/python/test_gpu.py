@@ -121,6 +121,22 @@ def test_a_llama_on_a_gpu(gpus):
     )
 
 
+@pytest.mark.parametrize("optimizer", [pr.LAMB(lr=1e-2), pr.Muon(lr=1e-2), pr.Lion(lr=1e-3), pr.SGD(lr=1e-2)])
+def test_every_optimizer_in_shards_of_two_gpus(gpus, optimizer):
+    model = model_of()
+    data = batches(2, 4, model)
+
+    def body(world, zero):
+        trainer = make_trainer(world, model, lanes=LANES, global_batch=4, zero=zero, optimizer=optimizer)
+        count = 4 // world.size
+        part = slice(world.rank * count, (world.rank + 1) * count)
+        losses = [trainer.step(tokens[part], targets[part]).loss.hex() for tokens, targets in data]
+        return losses, [trainer.parameter(name).tobytes() for name in trainer.parameter_names()]
+
+    wanted = body(alone(isa="avx2"), 0)
+    assert run_ranks(2, lambda world: body(world, 2), device="cuda") == [wanted, wanted]
+
+
 def test_fit_evaluate_and_logits(gpus, tmp_path):
     model = model_of()
     tokens = token_file(tmp_path, np.random.default_rng(3).integers(0, model.vocab, 400), model.vocab)
@@ -160,6 +176,43 @@ def test_processes_with_gpus_have_the_bits_of_a_cpu(gpus):
             assert told["digest"] == digest
             assert told["history"] == [list(step) for step in history]
             assert told["device"].startswith(f"cuda:{rank}, emulated GPU")
+
+
+BREAKS = """
+import ctypes, json, sys
+sys.path.insert(0, {here!r})
+import polyreme as pr
+from helpers import batches, local_part, make_trainer
+from test_gpu import LANES, model_of
+world = pr.init(device="cuda", transport="shm")
+model = model_of()
+trainer = make_trainer(world, model, lanes=LANES, global_batch=4, zero=3)
+try:
+    for step, (tokens, targets) in enumerate(batches(3, 4, model)):
+        if step == 1 and world.rank == 1:
+            ctypes.CDLL({library!r}).polyreme_emulated_break_gpu(1)
+        trainer.step(local_part(world, tokens), local_part(world, targets))
+except pr.Error as error:
+    print(json.dumps({{"error": type(error).__name__, "text": str(error)}}), flush=True)
+    raise
+"""
+
+
+@pytest.mark.mp
+def test_g1_an_illegal_address_ends_both_ranks(gpus):
+    """The rank of the broken GPU says so, the other one names it."""
+    script = BREAKS.format(
+        here=str(Path(__file__).parent), library=str(emulated_folder() / "libpolyreme_cuda.so")
+    )
+    with Ranks([script, script], POLYREME_BACKENDS=str(emulated_folder())) as ranks:
+        ended = [ranks.end(rank) for rank in (1, 0)]
+    (broken,), (survivor,) = ended[0][1], ended[1][1]
+    assert broken["error"] == "DeviceError"
+    assert "cuda:1" in broken["text"]
+    assert "cudaErrorIllegalAddress" in broken["text"]
+    assert survivor["error"] == "PeerLost"
+    assert "rank 1" in survivor["text"]
+    assert all(code == 1 for code, _, _ in ended)
 
 
 # ---- checkpoints ----
@@ -264,19 +317,12 @@ def test_the_script_for_real_gpus_runs(gpus):
 # ---- what is refused ----
 
 
-def test_what_has_no_kernels_is_refused(gpus):
-    world = alone(device="cuda")
-    model = model_of()
-    for optimizer in (pr.LAMB(), pr.Muon()):
-        refused(
-            pr.NotAvailable,
-            ["cuda:0", "device='cpu'"],
-            lambda optimizer=optimizer: make_trainer(world, model, optimizer=optimizer),
-        )
+def test_offload_is_refused(gpus):
+    options = {"zero": pr.Zero(stage=1, offload=True)}
     refused(
         pr.NotAvailable,
-        ["offload", "cuda:0"],
-        lambda: make_trainer(world, model, zero=pr.Zero(stage=1, offload=True)),
+        ["offload", "cuda:0", "device='cpu'"],
+        lambda: make_trainer(alone(device="cuda"), model_of(), **options),
     )
 
 

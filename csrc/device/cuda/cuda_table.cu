@@ -22,6 +22,7 @@
 #include "kernels/rotary.cuh"
 #include "kernels/rows.cuh"
 #include "kernels/tree_reduce.cuh"
+#include "kernels/whole_param.cuh"
 
 namespace {
 
@@ -183,6 +184,10 @@ constexpr PolyremeCudaTable kTable = {
     launched<polyreme::kernels::launch_adamw>,
     launched<polyreme::kernels::launch_sgd>,
     launched<polyreme::kernels::launch_lion>,
+    launched<polyreme::kernels::launch_lamb_moments>,
+    launched<polyreme::kernels::launch_lamb_apply>,
+    launched<polyreme::kernels::launch_muon_momentum>,
+    launched<polyreme::kernels::launch_weighted_sum>,
     launched<polyreme::kernels::launch_gradient_norm>,
     launched<polyreme::kernels::launch_exact_sum>,
     launched<polyreme::kernels::launch_clip_scale>,

@@ -85,6 +85,10 @@ struct PolyremeCudaTable {
   struct PolyremeCudaStatus (*adamw)(const struct PolyremeAdamW* args, void* stream);
   struct PolyremeCudaStatus (*sgd)(const struct PolyremeSgd* args, void* stream);
   struct PolyremeCudaStatus (*lion)(const struct PolyremeLion* args, void* stream);
+  struct PolyremeCudaStatus (*lamb_moments)(const struct PolyremeLamb* args, void* stream);
+  struct PolyremeCudaStatus (*lamb_apply)(const struct PolyremeLamb* args, void* stream);
+  struct PolyremeCudaStatus (*muon_momentum)(const struct PolyremeMomentum* args, void* stream);
+  struct PolyremeCudaStatus (*weighted_sum)(const struct PolyremeWeightedSum* args, void* stream);
   struct PolyremeCudaStatus (*gradient_norm)(const struct PolyremeGradientNorm* args, void* stream);
   struct PolyremeCudaStatus (*exact_sum)(const struct PolyremeExactSum* args, void* stream);
   struct PolyremeCudaStatus (*clip_scale)(const struct PolyremeClipScale* args, void* stream);

@@ -44,6 +44,39 @@ struct PolyremeLion {
   float lr, decay;
 };
 
+// ---- whole_param.cuh ----------------------------------------------------------------------------
+struct PolyremeLamb {
+  float* param;
+  const float* grad;  // moments
+  float* m;
+  float* v;
+  const float* scale;
+  int64_t* sums;                     // two of ExactSum: the squares of the parameter and of the direction
+  float new_m, keep_v, new_v;        // as AdamW's; moments
+  float sqrt_bias2, eps, step_size;  // step_size: 1 / (1 - beta1^step)
+  float decay;                       // the weight decay itself
+  double lr;                         // apply
+  int64_t count;
+};
+struct PolyremeMomentum {
+  const float* grad;
+  float* m;
+  float* out;
+  const float* scale;
+  float new_m, momentum;
+  int64_t count;
+};
+struct PolyremeWeightedSum {
+  const float* x;
+  const float* y;        // null: a x alone
+  float* out;            // may be x or y
+  const float* scale;    // null, or nothing changes where it is NaN
+  const int64_t* limbs;  // null, or a is 1 / (root of this sum of ExactSum + tiny)
+  double tiny;
+  float a, b;
+  int64_t count;
+};
+
 // ---- gradient_norm.cuh --------------------------------------------------------------------------
 struct PolyremeGradientNorm {
   float* grad;
