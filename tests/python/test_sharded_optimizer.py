@@ -360,7 +360,7 @@ def test_refused_gradients_stay_with_the_script():
         optimizer.step()
         assert module.weight.grad is None
         assert module.bias.grad is None
-        assert torch.equal(before - module.weight, torch.ones(1, 2))
+        assert torch.equal(module.weight, before - 1)
         optimizer.attach()
         with pytest.raises(pr.InvalidArgument, match="once"):
             optimizer.attach()

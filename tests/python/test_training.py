@@ -65,7 +65,7 @@ def test_fit_validates_where_asked_and_at_the_end(text_run, text):
     history, trainer = text_run
     assert [stats.step for stats in history if stats.validation_loss is not None] == [15, 30, 40]
     assert history[-1].validation_loss == trainer.evaluate(text[1], num_samples=24)
-    assert history[-1].validation_loss < history[14].validation_loss
+    assert history[-1].validation_loss < history[0].loss - 1.5
 
 
 @pytest.mark.parametrize("validate_every, expected", [(0, [3]), (2, [2, 3]), (3, [3])])
