@@ -62,8 +62,8 @@ void lion(const LionArgs& args, int64_t begin, int64_t end) {
 
 namespace {
 
-// Asks for the line a page ahead: the hardware's prefetchers stop at the end of a page. Where a pass has as much
-// arithmetic as memory this hides what they leave.
+// Asks for the line a page ahead: the hardware's prefetchers stop at the end of a page. Where a pass has as
+// much arithmetic as memory this hides what they leave.
 template <typename... Streams>
 POLYREME_INLINE void ask_ahead(int64_t i, const Streams*... data) {
   (__builtin_prefetch(data + i + 1024), ...);
