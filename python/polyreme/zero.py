@@ -22,7 +22,7 @@ __all__ = ["Zero"]
 #
 # `--overlap off` takes 1.01 to 1.03 of the time (stage 1: 0.99): on a CPU the exchange costs the rank's own core what
 # it costs, and only waits are hidden. `--zero 3 --prefetch 0,1,2` are equal within 0.4 % for the same reason; over a
-# network, or with a GPU's copy engines, one layer ahead is what hides a gather.
+# network, or with a GPU's copy engines, one layer ahead can hide a gather (not measured).
 
 
 @dataclass(frozen=True, kw_only=True)
