@@ -52,6 +52,12 @@ part_cpp() {
 }
 
 part_python() {
+  # GPUs that are emulated, for test_gpu.py, where the C++ tests have them.
+  cmake --preset dev
+  if ninja -C build/dev -t query polyreme_emulated_backends >/dev/null 2>&1; then
+    cmake --build --preset dev --target polyreme_emulated_backends
+    export POLYREME_EMULATED_GPU="$ROOT/build/dev/bin/emulated"
+  fi
   "$VENV/bin/python" -c 'import torch' ||
     die "PyTorch does not import, and tests need it" "scripts/setup.sh --dev installs it; rm -rf .venv starts afresh"
   "$VENV/bin/python" -m pytest

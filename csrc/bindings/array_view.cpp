@@ -4,6 +4,8 @@
 
 #include <vector>
 
+#include "ops/ops.h"
+
 namespace py = pybind11;
 
 namespace polyreme::bindings {
@@ -118,7 +120,7 @@ bool is_contiguous(const Memory& memory) {
 
 }  // namespace
 
-Tensor view_of(Device& device, const py::object& array, bool writable, const std::string& what) {
+HostArray host_array(const py::object& array, bool writable, const std::string& what) {
   Memory memory;
   py::object owner = array;
   if (py::isinstance<py::array>(array)) {
@@ -133,8 +135,30 @@ Tensor view_of(Device& device, const py::object& array, bool writable, const std
   require(is_contiguous(memory), what, ": the array is not contiguous; pass a contiguous copy of it");
   int64_t count = 1;
   for (const int64_t size : memory.shape) count *= size;
-  const auto size_bytes = static_cast<size_t>(count) * dtype_size(memory.dtype);
-  return Tensor(device.wrap_host(memory.address, size_bytes, keep(owner)), memory.dtype, {count});
+  return {memory.address, memory.dtype, count, keep(owner)};
+}
+
+Tensor view_of(Device& device, const py::object& array, bool writable, const std::string& what) {
+  const HostArray host = host_array(array, writable, what);
+  return Tensor(device.wrap_host(host.address, host.size_bytes(), host.owner), host.dtype, {host.count});
+}
+
+Tensor ArrayCopies::add(Stream& stream, const py::object& array, bool writable, const std::string& what) {
+  const HostArray host = host_array(array, writable, what);
+  const Tensor on_device = empty(stream.device(), host.dtype, {host.count}, "copy of an array");
+  copy_from_host(stream, host.address, on_device);
+  copies_.push_back({host, on_device, writable});
+  return on_device;
+}
+
+// On a stream of its own: the background's may hold collectives that wait for other ranks.
+void ArrayCopies::write_back(Device& device) {
+  if (copies_.empty()) return;
+  const std::unique_ptr<Stream> stream = device.create_stream("arrays of the host");
+  for (const Copy& copy : copies_)
+    if (copy.written) copy_to_host(*stream, copy.on_device, copy.array.address);
+  stream->synchronize();
+  copies_.clear();
 }
 
 }  // namespace polyreme::bindings

@@ -93,12 +93,12 @@ py::tuple plan(const std::vector<std::tuple<std::string, int64_t, int64_t>>& ten
 }
 
 // The memory of a contiguous array as bytes, which keep the array; and the name of its dtype.
-py::tuple array_bytes(World& world, const py::object& array, bool writable, const std::string& what) {
-  auto* tensor = new Tensor(view_of(world.device(), array, writable, what));
-  const py::capsule owner(tensor, [](void* kept) { delete static_cast<Tensor*>(kept); });
-  Bytes bytes({tensor->size_bytes()}, {py::ssize_t{1}}, static_cast<uint8_t*>(tensor->raw_address()), owner);
+py::tuple array_bytes(const py::object& array, bool writable, const std::string& what) {
+  auto* host = new HostArray(host_array(array, writable, what));
+  const py::capsule owner(host, [](void* kept) { delete static_cast<HostArray*>(kept); });
+  Bytes bytes({host->size_bytes()}, {py::ssize_t{1}}, static_cast<uint8_t*>(host->address), owner);
   if (!writable) bytes.attr("setflags")("write"_a = false);
-  return py::make_tuple(dtype_name(tensor->dtype()), bytes);
+  return py::make_tuple(dtype_name(host->dtype), bytes);
 }
 
 void bind_files(py::module_& m) {
@@ -176,7 +176,7 @@ void bind_checkpoint(py::module_& m) {
           })
       .def("read", &read, "reads"_a, "to"_a);
   m.def("plan_save", &plan, "tensors"_a, "held"_a, "class_of_rank"_a, "rank"_a, "min_cut_bytes"_a = 1 << 20);
-  m.def("array_bytes", &array_bytes, "world"_a, "array"_a, "writable"_a, "what"_a);
+  m.def("array_bytes", &array_bytes, "array"_a, "writable"_a, "what"_a);
   m.def(
       "crc32c",
       [](const py::bytes& data) {

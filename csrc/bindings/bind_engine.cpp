@@ -187,6 +187,11 @@ void bind_engine(py::module_& m) {
              const int64_t tp = mesh.layout().size("tp");
              const TensorLanes lanes{lanes_tp > 0 ? lanes_tp : tp, tp};
              check_lanes("tp", lanes.lanes, tp);
+             const bool has_replacer =
+                 std::visit([](const auto& model) { return model.replacer != nullptr; }, config);
+             require<NotAvailable>(!has_replacer || world.device().kind() == DeviceKind::kCpu,
+                                   "layers in Python work on memory of the host, not on ",
+                                   world.device().description(), "; train with device='cpu'");
              return std::make_unique<Engine>(world.device(), mesh, build_model(config, lanes), options);
            }),
            "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,

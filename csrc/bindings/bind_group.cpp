@@ -20,19 +20,24 @@ ReduceOp reduce_op(const std::string& name) {
   throw InvalidArgument(concat("unknown reduction '", name, "'; expected sum, product, max, min or average"));
 }
 
-// A collective in flight, for Python; holds the arrays by its stream until it has run.
+// A collective in flight, for Python; holds the arrays by its stream, or for the way back from a GPU, until
+// it has run.
 class PendingWork {
  public:
-  PendingWork(std::unique_ptr<Work> work, Communicator& group) : work_(std::move(work)), group_(group) {}
+  PendingWork(std::unique_ptr<Work> work, ArrayCopies copies, World& world, Communicator& group)
+      : work_(std::move(work)), copies_(std::move(copies)), world_(world), group_(group) {}
   void wait() {
     fork_guard_.require_own("this work");
     const Interruptible call(&group_);
     if (work_) work_->wait();
     work_.reset();
+    copies_.write_back(world_.device());
   }
 
  private:
   std::unique_ptr<Work> work_;
+  ArrayCopies copies_;
+  World& world_;
   Communicator& group_;
   ForkGuard fork_guard_;
 };
@@ -94,14 +99,18 @@ class ArrayGroup {
 
  private:
   Tensor view(const char* what, const py::object& array, bool writable) {
-    return view_of(world_.device(), array, writable, what);
+    if (world_.device().kind() == DeviceKind::kCpu) return view_of(world_.device(), array, writable, what);
+    return copies_.add(world_.background(), array, writable, what);
   }
   template <typename Call>
   PendingWork issue(const Call& call) {
+    ArrayCopies copies = std::exchange(copies_, {});
     Stream& stream = world_.background();        // under the GIL: one thread makes it
     const Interruptible interruptible(&group_);  // the deferred executor may run it, and wait, here
-    return PendingWork(call(stream), group_);
+    return PendingWork(call(stream), std::move(copies), world_, group_);
   }
+
+  ArrayCopies copies_;  // of the call that is being made
 
   World& world_;
   Communicator& group_;

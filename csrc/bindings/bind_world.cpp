@@ -3,6 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/interruptible.h"
+#include "device/cuda_loader.h"
 #include "mesh/dry_world.h"
 
 namespace py = pybind11;
@@ -16,6 +17,14 @@ CpuDeviceOptions device_options(int num_threads, const std::string& isa, const s
   require(executor == "immediate" || executor == "deferred", "unknown executor '", executor,
           "'; expected immediate or deferred");
   return {num_threads, isa, executor == "deferred" ? CpuExecutor::kDeferred : CpuExecutor::kImmediate, seed};
+}
+
+LocalDevice local_device(const std::string& name) {
+  if (name == "cpu") return LocalDevice::kCpu;
+  if (name == "cuda") return LocalDevice::kGpuEach;
+  require(name == "cuda:0", "unknown device '", name,
+          "' for ranks that are threads; expected cpu, cuda or cuda:0");
+  return LocalDevice::kSharedGpu;
 }
 
 std::chrono::milliseconds milliseconds(double seconds) {
@@ -109,7 +118,7 @@ void bind_world(py::module_& m) {
          const std::string& secret, const std::string& job_id, const std::string& transport, bool fast_sums,
          const std::string& interface, double init_timeout_s, double timeout_s, double greeting_limit_s,
          double heartbeat_s, double peer_timeout_s, const std::string& record_dir, int num_threads,
-         const std::string& isa, const std::string& executor, uint64_t schedule_seed,
+         const std::string& isa, const std::string& executor, uint64_t schedule_seed, int gpu,
          const py::function& progress) {
         const WorldOptions options{.rank = rank,
                                    .size = size,
@@ -132,14 +141,15 @@ void bind_world(py::module_& m) {
                                    .heartbeat_interval = milliseconds(heartbeat_s),
                                    .peer_timeout = milliseconds(peer_timeout_s),
                                    .record_dir = record_dir,
-                                   .device = device_options(num_threads, isa, executor, schedule_seed)};
+                                   .device = device_options(num_threads, isa, executor, schedule_seed),
+                                   .gpu = gpu};
         const Interruptible call;
         return make_world(options).release();
       },
       py::return_value_policy::take_ownership, py::kw_only(), "rank"_a, "size"_a, "master_addr"_a,
       "master_port"_a, "store_fd"_a, "secret"_a, "job_id"_a, "transport"_a, "fast_sums"_a, "interface"_a,
       "init_timeout_s"_a, "timeout_s"_a, "greeting_limit_s"_a, "heartbeat_s"_a, "peer_timeout_s"_a,
-      "record_dir"_a, "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a, "progress"_a);
+      "record_dir"_a, "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a, "gpu"_a, "progress"_a);
   m.def(
       "make_dry_world",
       [](int rank, int size) {
@@ -151,15 +161,18 @@ void bind_world(py::module_& m) {
       py::kw_only(), "rank"_a, "size"_a);
   m.def(
       "make_local_worlds",
-      [](int size, int num_threads, const std::string& isa, const std::string& executor,
-         uint64_t schedule_seed, double timeout_s) {
+      [](int size, const std::string& device, int num_threads, const std::string& isa,
+         const std::string& executor, uint64_t schedule_seed, double timeout_s) {
         py::list worlds;
-        for (auto& world : make_local_worlds(size, device_options(num_threads, isa, executor, schedule_seed),
+        for (auto& world : make_local_worlds(size, local_device(device),
+                                             device_options(num_threads, isa, executor, schedule_seed),
                                              milliseconds(timeout_s)))
           worlds.append(py::cast(world.release(), py::return_value_policy::take_ownership));
         return worlds;
       },
-      py::kw_only(), "size"_a, "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a, "timeout_s"_a);
+      py::kw_only(), "size"_a, "device"_a, "num_threads"_a, "isa"_a, "executor"_a, "schedule_seed"_a,
+      "timeout_s"_a);
+  m.def("num_gpus", &num_gpus);
 }
 
 }  // namespace polyreme::bindings

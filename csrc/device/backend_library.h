@@ -25,8 +25,9 @@ struct BackendLibrary {
   std::string message;
 };
 
-// The backend's file in the folder of the object that holds this code: of _core in an installed package,
-// of the program otherwise.
+// The backend's file: in the folder POLYREME_BACKENDS of the environment if it is there (tests put an
+// emulated GPU in the place of a real one), else in that of the object that holds this code: of _core in an
+// installed package, of the program otherwise.
 std::string backend_path(const BackendKind& kind);
 // Opens it; it stays open. Any thread.
 BackendLibrary open_backend(const BackendKind& kind, const std::string& path);

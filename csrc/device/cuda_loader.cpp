@@ -120,4 +120,11 @@ const PolyremeCudaTable& load_cuda() {
   return *table;
 }
 
+int num_gpus() {
+  int32_t count = 0;
+  const PolyremeCudaStatus status = load_cuda().device_count(&count);
+  require<DeviceError>(status.code == 0, "CUDA does not count its GPUs: ", status.text);
+  return count;
+}
+
 }  // namespace polyreme

@@ -41,6 +41,8 @@ CudaProbe probe_cuda() noexcept;
 // The same with the library at `path`.
 CudaProbe probe_cuda(const std::string& path) noexcept;
 
+// The GPUs that this process sees, at least one. Throws as load_cuda.
+int num_gpus();
 // The calls of the CUDA backend. Throws NotAvailable, with the remedy, where it cannot be loaded or shows no
 // GPU.
 const PolyremeCudaTable& load_cuda();

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <sstream>
+#include <thread>
 
 #include "base/build_info.h"
 #include "base/interrupt.h"
@@ -13,6 +14,8 @@
 #include "comm/rendezvous.h"
 #include "comm/shared_memory/process.h"
 #include "comm/tcp_store.h"
+#include "device/cuda/cuda_device.h"
+#include "ops/ops.h"
 
 namespace polyreme {
 namespace {
@@ -69,8 +72,15 @@ std::vector<std::string> host_labels(const std::vector<RankRecord>& records, con
   return labels;
 }
 
-std::unique_ptr<Communicator> make_communicator(Store& store, const WorldOptions& options,
+std::unique_ptr<Device> make_device(int gpu, const CpuDeviceOptions& cpu) {
+  if (gpu < 0) return make_cpu_device(cpu);
+  return make_cuda_device(gpu);
+}
+
+std::unique_ptr<Communicator> make_communicator(Store& store, const WorldOptions& options, Device& device,
                                                 const std::vector<int>& hosts, const CommOptions& comm) {
+  if (device.kind() == DeviceKind::kCuda && options.transport == "auto")
+    return make_nccl_communicator(store, options.rank, options.size, device, comm);
   const bool one_host = std::ranges::all_of(hosts, [](int host) { return host == 0; });
   if (options.transport == "shm" || (options.transport == "auto" && one_host))
     return make_shm_communicator(store, options.rank, options.size, options.job_id, comm);
@@ -105,6 +115,26 @@ class GroupBreaker {
   std::string text_;
 };
 
+// Ranks that are threads, each with a GPU of its own: they have to meet, so each opens its group in a thread.
+void join_by_nccl(Store& store, std::vector<std::unique_ptr<Device>>& devices,
+                  std::vector<std::unique_ptr<Communicator>>& communicators, const CommOptions& comm) {
+  const auto size = static_cast<int>(devices.size());
+  std::vector<std::exception_ptr> failures(devices.size());
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < devices.size(); ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        communicators[rank] =
+            make_nccl_communicator(store, static_cast<int>(rank), size, *devices[rank], comm);
+      } catch (...) {
+        failures[rank] = std::current_exception();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  for (const std::exception_ptr& failure : failures)
+    if (failure) std::rethrow_exception(failure);
+}
+
 // Which of the ranks that rank 0 has met have died before they were watched. Looked for by it alone, on its
 // own host, while it waits for them.
 std::string dead_on_arrival(const std::vector<RankRecord>& records) {
@@ -122,7 +152,7 @@ std::string dead_on_arrival(const std::vector<RankRecord>& records) {
 
 // Opens the group of all ranks. What the watch learns meanwhile ends it, and the other ranks learn how it
 // ended.
-std::unique_ptr<Communicator> open_group(Store& store, const WorldOptions& options,
+std::unique_ptr<Communicator> open_group(Store& store, const WorldOptions& options, Device& device,
                                          const std::vector<RankRecord>& records, const CommOptions& comm,
                                          Watch& watch) {
   const InterruptScope scope([&] {
@@ -134,7 +164,7 @@ std::unique_ptr<Communicator> open_group(Store& store, const WorldOptions& optio
     require<PeerLost>(failure.empty(), "rank ", options.rank, ", opening the group of all ranks: ", failure);
   });
   try {
-    return make_communicator(store, options, host_numbers(records), comm);
+    return make_communicator(store, options, device, host_numbers(records), comm);
   } catch (const std::exception& failure) {
     watch.report(concat(watch.self_text(), " failed: ", failure.what()));
     throw;
@@ -148,26 +178,38 @@ Stream& World::background() {
   return *background_;
 }
 
+void World::all_gather_host(const void* own, int64_t own_count, void* all, int64_t all_count, DType dtype,
+                            std::span<const int64_t> counts) {
+  Stream& stream = background();
+  if (device_->kind() == DeviceKind::kCpu) {
+    const auto view = [&](void* data, int64_t count) {
+      // Lives until the collective has run, as it is waited for below.
+      return Tensor(device_->wrap_host(data, static_cast<size_t>(count) * dtype_size(dtype), nullptr), dtype,
+                    {count});
+    };
+    // What is sent is only read.
+    communicator_->all_gather(view(const_cast<void*>(own), own_count), view(all, all_count), stream, counts)
+        ->wait();
+    return;
+  }
+  const Tensor from = empty(*device_, dtype, {own_count}, "what a rank tells"),
+               to = empty(*device_, dtype, {all_count}, "what all ranks tell");
+  copy_from_host(stream, own, from);
+  // Before the way back is enqueued, in which the host would wait for the other ranks without a limit.
+  communicator_->all_gather(from, to, stream, counts)->wait();
+  copy_to_host(stream, to, all);
+  stream.synchronize();
+}
+
 std::vector<std::string> World::all_gather_bytes(const std::string& own, const std::string& what) {
-  const auto view = [&](const void* data, DType dtype, size_t count) {
-    // Lives until the collective has run, as it is waited for below; sources are only read.
-    return Tensor(device_->wrap_host(const_cast<void*>(data), count * dtype_size(dtype), nullptr), dtype,
-                  {static_cast<int64_t>(count)});
-  };
   communicator_->set_label(what);
-  const auto num_ranks = static_cast<size_t>(size());
   const auto own_size = static_cast<int64_t>(own.size());
-  std::vector<int64_t> sizes(num_ranks);
-  communicator_
-      ->all_gather(view(&own_size, DType::kI64, 1), view(sizes.data(), DType::kI64, num_ranks), background())
-      ->wait();
+  std::vector<int64_t> sizes(static_cast<size_t>(size()));
+  all_gather_host(&own_size, 1, sizes.data(), size(), DType::kI64, {});
   int64_t total = 0;
   for (const int64_t n : sizes) total += n;
   std::string all(static_cast<size_t>(total), '\0');
-  communicator_
-      ->all_gather(view(own.data(), DType::kU8, own.size()), view(all.data(), DType::kU8, all.size()),
-                   background(), sizes)
-      ->wait();
+  all_gather_host(own.data(), own_size, all.data(), total, DType::kU8, sizes);
   communicator_->set_label("");
   std::vector<std::string> result;
   size_t at = 0;
@@ -180,11 +222,11 @@ std::vector<std::string> World::all_gather_bytes(const std::string& own, const s
 
 void World::stop_background(const std::string& reason) noexcept {
   if (!background_ || is_inherited()) return;
-  if (background_->is_idle()) return;
-  communicator_->abort(reason);
   try {
+    if (background_->is_idle()) return;
+    communicator_->abort(reason);
     background_->synchronize();
-  } catch (const std::exception&) {  // that of what was aborted
+  } catch (const std::exception&) {  // that of what was aborted, or of a GPU that is lost
   }
 }
 
@@ -197,13 +239,23 @@ void World::leave() noexcept {
   if (journal_) journal_->close();
 }
 
-std::vector<std::unique_ptr<World>> make_local_worlds(int size, const CpuDeviceOptions& device,
+std::vector<std::unique_ptr<World>> make_local_worlds(int size, LocalDevice kind, const CpuDeviceOptions& cpu,
                                                       std::chrono::milliseconds timeout) {
-  const std::vector<std::string> hosts(static_cast<size_t>(std::max(size, 0)), "localhost");
+  const CommOptions comm{.timeout = timeout};
+  std::vector<std::unique_ptr<Communicator>> communicators = make_local_communicators(size, comm);
+  std::vector<std::unique_ptr<Device>> devices;
+  for (int rank = 0; rank < size; ++rank)
+    devices.push_back(make_device(kind == LocalDevice::kCpu       ? -1
+                                  : kind == LocalDevice::kGpuEach ? rank
+                                                                  : 0,
+                                  cpu));
   const auto store = std::make_shared<MemoryStore>();
+  if (kind == LocalDevice::kGpuEach && size > 1) join_by_nccl(*store, devices, communicators, comm);
+  const std::vector<std::string> hosts(communicators.size(), "localhost");
   std::vector<std::unique_ptr<World>> worlds;
-  for (std::unique_ptr<Communicator>& communicator : make_local_communicators(size, {.timeout = timeout}))
-    worlds.push_back(std::make_unique<World>(store, make_cpu_device(device), std::move(communicator), hosts));
+  for (size_t rank = 0; rank < communicators.size(); ++rank)
+    worlds.push_back(
+        std::make_unique<World>(store, std::move(devices[rank]), std::move(communicators[rank]), hosts));
   return worlds;
 }
 
@@ -217,12 +269,14 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
                                                                 .job_id = options.job_id});
   const CommOptions comm{.timeout = options.timeout, .reduce_mode = options.reduce_mode, .journal = journal};
   if (options.size == 1)
-    return std::make_unique<World>(std::make_shared<MemoryStore>(), make_cpu_device(options.device),
+    return std::make_unique<World>(std::make_shared<MemoryStore>(), make_device(options.gpu, options.device),
                                    std::move(make_local_communicators(1, comm).front()),
                                    std::vector<std::string>{"localhost"}, journal);
   const std::string sums = options.reduce_mode == ReduceMode::kOrdered ? "ordered" : "fast";
   const Isa best =
       isa_from_name(options.device.isa);  // throws for what this CPU lacks, before anybody is met
+  // So does a GPU; a CPU's level is known later.
+  std::unique_ptr<Device> device = options.gpu < 0 ? nullptr : make_device(options.gpu, options.device);
   std::unique_ptr<TcpStore> store = join_store(options);
   const std::vector<RankRecord> records = rendezvous(*store, {.rank = options.rank,
                                                               .world_size = options.size,
@@ -232,14 +286,19 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
                                                                          {"domain", shared_memory_domain()},
                                                                          {"process", process_text()},
                                                                          {"transport", options.transport},
+                                                                         {"device", device ? "cuda" : "cpu"},
                                                                          {"sums", sums}},
                                                               .limit = options.init_timeout,
                                                               .progress = options.progress});
   require_same_field(records, "version");
   require_same_field(records, "transport");
   require_same_field(records, "sums");
-  CpuDeviceOptions device = options.device;
-  device.isa = common_isa(records);
+  require_same_field(records, "device");
+  if (!device) {
+    CpuDeviceOptions cpu = options.device;
+    cpu.isa = common_isa(records);
+    device = make_cpu_device(cpu);
+  }
   // Before the group is opened, where ranks may have to wait for one that has died.
   const auto breaker = std::make_shared<GroupBreaker>();
   auto watch = std::make_unique<Watch>(
@@ -253,10 +312,10 @@ std::unique_ptr<World> make_world(const WorldOptions& options) {
                    .peer_timeout = options.peer_timeout,
                    .on_failure = [breaker](const std::string& text) { breaker->fail(text); },
                    .journal = journal});
-  std::unique_ptr<Communicator> communicator = open_group(*store, options, records, comm, *watch);
+  std::unique_ptr<Communicator> communicator = open_group(*store, options, *device, records, comm, *watch);
   breaker->set_group(*communicator);
   auto world =
-      std::make_unique<World>(std::move(store), make_cpu_device(device), std::move(communicator),
+      std::make_unique<World>(std::move(store), std::move(device), std::move(communicator),
                               host_labels(records, host_numbers(records)), journal, std::move(watch));
   world->communicator().barrier(options.init_timeout);  // nobody ends before the others have found its store
   return world;

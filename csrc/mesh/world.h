@@ -3,6 +3,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -23,8 +24,9 @@ struct WorldOptions {
   int store_fd = -1;   // rank 0: a listening socket to adopt instead of binding master_port
   std::string secret;  // shared by the ranks of the job
   std::string job_id;  // names the job's shared memory
-  // "auto": shared memory between ranks of one host, TCP between hosts. "shm", "tcp" or "mpi": that alone.
-  // The same on all ranks.
+  // "auto": shared memory between ranks of one host, TCP between hosts; NCCL between GPUs. "shm", "tcp" or
+  // "mpi": that alone, with GPUs by way of the host's memory, so that ranks may share one. The same on all
+  // ranks.
   std::string transport = "auto";
   // See ReduceMode; the same on all ranks.
   ReduceMode reduce_mode = ReduceMode::kOrdered;
@@ -39,6 +41,9 @@ struct WorldOptions {
   std::chrono::milliseconds peer_timeout{std::chrono::seconds(30)};
   std::string record_dir;  // where the journal goes; empty: into memory
   CpuDeviceOptions device;
+  // Of the GPUs that this process sees, the one that takes the CPU's place; -1: none. All ranks have one, or
+  // none.
+  int gpu = -1;
 };
 
 // This rank, its device, and the group of all ranks. Single owner; outlives meshes and engines.
@@ -86,6 +91,10 @@ class World {
   const std::vector<std::string>& hosts() const { return hosts_; }
 
  private:
+  // Every rank's elements, one after the other, in memory of the host; counts as Communicator::all_gather's.
+  void all_gather_host(const void* own, int64_t own_count, void* all, int64_t all_count, DType dtype,
+                       std::span<const int64_t> counts);
+
   std::shared_ptr<Store> store_;  // rank 0 serves it until the world ends
   std::shared_ptr<Journal> journal_;
   std::unique_ptr<Device> device_;
@@ -97,10 +106,14 @@ class World {
 };
 
 // Meets the other ranks; all agree on the lowest common instruction-set level. Blocks up
-// to init_timeout. Throws Timeout naming the missing ranks, InvalidArgument for contradicting ones.
+// to init_timeout. Throws Timeout naming the missing ranks, InvalidArgument for contradicting ones,
+// NotAvailable where there is no such GPU.
 std::unique_ptr<World> make_world(const WorldOptions& options);
-// `size` ranks as threads of this process, for tests: one World for each thread.
-std::vector<std::unique_ptr<World>> make_local_worlds(int size, const CpuDeviceOptions& device,
+// Where ranks that are threads compute: on the CPU, on a GPU each over NCCL, or all on the first GPU, by way
+// of the host's memory.
+enum class LocalDevice { kCpu, kGpuEach, kSharedGpu };
+// `size` ranks as threads of this process, for tests: one World for each thread. `cpu` is for kCpu.
+std::vector<std::unique_ptr<World>> make_local_worlds(int size, LocalDevice kind, const CpuDeviceOptions& cpu,
                                                       std::chrono::milliseconds timeout);
 
 }  // namespace polyreme

@@ -70,11 +70,20 @@ def make_world(
     isa: str,
     executor: str,
     schedule_seed: int,
+    gpu: int,
     progress: Callable[[str], object],
 ) -> World: ...
 def make_local_worlds(
-    *, size: int, num_threads: int, isa: str, executor: str, schedule_seed: int, timeout_s: float
+    *,
+    size: int,
+    device: str,
+    num_threads: int,
+    isa: str,
+    executor: str,
+    schedule_seed: int,
+    timeout_s: float,
 ) -> list[World]: ...
+def num_gpus() -> int: ...
 def make_dry_world(*, rank: int, size: int) -> tuple[World, Callable[[], dict[str, int]]]: ...
 
 class MeshLayout:
@@ -169,7 +178,7 @@ def plan_save(
     rank: int,
     min_cut_bytes: int = ...,
 ) -> tuple[npt.NDArray[np.int64], list[int]]: ...
-def array_bytes(world: World, array: Any, writable: bool, what: str) -> tuple[str, npt.NDArray[np.uint8]]: ...
+def array_bytes(array: Any, writable: bool, what: str) -> tuple[str, npt.NDArray[np.uint8]]: ...
 def crc32c(data: bytes) -> int: ...
 
 class TokenDataset:

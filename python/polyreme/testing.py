@@ -19,6 +19,7 @@ def run_ranks(
     size: int,
     function: Callable[[World], T],
     *,
+    device: str = "cpu",
     num_threads: int = 1,
     isa: str = "auto",
     executor: str = "immediate",
@@ -27,10 +28,13 @@ def run_ranks(
 ) -> list[T]:
     """Calls function(world) on `size` ranks, each a thread; returns the results in order of rank.
 
+    device: "cpu"; "cuda", a GPU for each rank and NCCL between them; "cuda:0", all on one GPU.
+
     A rank that raises makes the others fail too; the first exception is raised here.
     """
     cores = _core.make_local_worlds(
         size=size,
+        device=device,
         num_threads=num_threads,
         isa=isa,
         executor=executor,

@@ -125,15 +125,18 @@ def init(
     """Meets the other ranks of the job and returns the world. Collective.
 
     Args:
-        device: "cpu".
+        device: "cpu"; "cuda": a GPU, of those that this process sees the one of its place among the ranks of its
+            host, counted round; "cuda:1": that one. The same kind on all ranks. On GPUs fp32, bf16 and fp16 have the
+            bits of the CPU at "avx2".
         num_threads: threads of this rank's operations; default POLYREME_NUM_THREADS, or the CPUs
             that Slurm gave each task, or the CPUs of this process divided by the ranks of this host.
-            Does not change the bits.
+            Does not change the bits. Of no effect on GPUs, as isa is.
         isa: "auto", "avx2", "avx512" or "amx"; all ranks use the lowest level among them.
         executor: "immediate", or "deferred" to test the ordering of operations (slow).
         transport: "auto": shared memory between the ranks of a host, TCP between hosts; "shm", "tcp" or
-            "mpi" (Open MPI, in a job of mpirun): that alone. Default POLYREME_TRANSPORT, or "auto". Does not
-            change the bits.
+            "mpi" (Open MPI, in a job of mpirun): that alone. Between GPUs "auto" is NCCL, which wants one for each
+            rank; the others go by way of the host's memory, slowly, and let ranks share a GPU. Default
+            POLYREME_TRANSPORT, or "auto". Does not change the bits.
         sums: "ordered": the terms of a reduction are added in one tree, the same bits on every transport and layout.
             "fast": as the transport likes best; the bits may depend on it and on the number of ranks. Shared memory,
             TCP and MPI add in order either way, at no cost; NCCL's own collectives are what differs.
@@ -151,7 +154,7 @@ def init(
 
     Raises:
         InvalidArgument: contradicting variables or arguments.
-        NotAvailable: a device that this build does not have.
+        NotAvailable: a device that this build or this machine does not have, and what to do about it.
         Timeout: ranks did not come; names them.
     """
     if num_threads is not None:
@@ -177,9 +180,8 @@ def init(
     peer_timeout_s = check_number("init: peer_timeout_s", peer_timeout_s, 2 * heartbeat_s, MAX_TIMEOUT_S)
     if record_dir is None:
         record_dir = os.environ.get("POLYREME_RECORD_DIR", "")
-    if device != "cpu":
-        raise NotAvailable(f"device={device!r}: this version trains on 'cpu'; see `polyreme doctor`")
     env = environment if environment is not None else read_rank_environment()
+    gpu = _gpu_of(device, env.local_rank, executor)
     start = time.monotonic()
     with meet(env, init_timeout_s) as meeting:
         left_s = max(0.001, init_timeout_s - round(time.monotonic() - start, 1))
@@ -205,11 +207,34 @@ def init(
             isa=isa,
             executor=executor,
             schedule_seed=0,
+            gpu=gpu,
             progress=logging.getLogger("polyreme").warning,
         )
     if env.size > 1:
         _report_unhandled_exceptions(core)
     return World(core, env.local_rank, env.local_size)
+
+
+def _gpu_of(device: str, local_rank: int, executor: str) -> int:
+    """Which of the GPUs that this process sees; -1 for the CPU."""
+    if device == "cpu":
+        return -1
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or (index and not index.isdecimal()) or device == "cuda:":
+        raise InvalidArgument(f"init: device={device!r}; expected 'cpu', 'cuda' or 'cuda:INDEX'")
+    if executor != "immediate":
+        raise InvalidArgument(
+            f"init: executor={executor!r} is of the CPU; leave it out with device={device!r}"
+        )
+    try:
+        num_gpus = _core.num_gpus()
+    except NotAvailable as reason:
+        raise NotAvailable(f"init: device={device!r}: {reason}; `polyreme doctor` says more") from None
+    if not index:
+        return local_rank % num_gpus
+    if int(index) >= num_gpus:
+        raise NotAvailable(f"init: device={device!r}: this process sees {num_gpus} GPUs, from cuda:0 on")
+    return int(index)
 
 
 def _report_unhandled_exceptions(core: _core.World) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import polyreme as pr
 import pytest
 from helpers import TINY, alone, batches, fingerprint, local_part, make_trainer, refused, refused_unchanged
+from polyreme import _core
 from polyreme.environment import RankEnvironment
 from polyreme.testing import run_ranks
 
@@ -46,13 +47,20 @@ def test_errors_are_also_those_of_python(error, bases):
 @pytest.mark.parametrize(
     "options, error, words",
     [
-        ({"device": "cuda"}, pr.NotAvailable, ["device='cuda'", "'cpu'", "polyreme doctor"]),
+        ({"device": "gpu"}, pr.InvalidArgument, ["device='gpu'", "'cpu'", "'cuda'"]),
+        ({"device": "cuda:"}, pr.InvalidArgument, ["device='cuda:'", "'cuda:INDEX'"]),
         ({"isa": "sse4"}, pr.InvalidArgument, ["sse4", "avx2"]),
         ({"executor": "lazy"}, pr.InvalidArgument, ["lazy", "immediate", "deferred"]),
     ],
 )
 def test_init(options, error, words):
     refused(error, words, lambda: alone(**options))
+
+
+def test_init_on_a_gpu_where_there_is_none():
+    if any(not gpu["problem"] for gpu in _core.probe_cuda()["devices"]):
+        pytest.skip("this machine has a GPU")
+    refused(pr.NotAvailable, ["device='cuda'", "polyreme doctor"], lambda: alone(device="cuda"))
 
 
 @pytest.mark.parametrize("num_threads", [0, -1, 1 << 20])

@@ -49,7 +49,7 @@ class ArrayState:
     """Named arrays: NumPy's, or what speaks DLPack on the CPU. A plain array is the whole tensor, equal on all
     ranks."""
 
-    def __init__(self, world: _core.World, arrays: Mapping[str, Any], *, writable: bool) -> None:
+    def __init__(self, arrays: Mapping[str, Any], *, writable: bool) -> None:
         self._held: list[HeldTensor] = []
         self._bytes: list[NDArray[np.uint8]] = []
         self._begins: list[int] = []
@@ -58,7 +58,7 @@ class ArrayState:
             array = value.array if part else value
             if isinstance(array, int | float | bool) or array is None:
                 raise InvalidArgument(f"state {name!r} is {array!r}; scalars belong into extras=")
-            dtype, data = _core.array_bytes(world, array, writable, f"state {name!r}")
+            dtype, data = _core.array_bytes(array, writable, f"state {name!r}")
             count = data.size // ITEM_BYTES[dtype]
             shape = tuple(int(n) for n in (part.shape if part else array.shape))
             begin = check_int(f"state {name!r}: begin", part.begin, 0) if part else 0

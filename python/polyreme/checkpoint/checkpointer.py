@@ -309,7 +309,7 @@ class Checkpointer:
         local: Error | None = None
         facts: dict[str, Any] = {"step": step, "busy": self._thread is not None, "error": ""}
         try:
-            source = _state_of(core, state, writable=False)
+            source = _state_of(state, writable=False)
             held, scalars = source.held(), source.scalars()
             check_names(held)
             facts["scalars"] = hashlib.sha256(
@@ -520,7 +520,7 @@ class Checkpointer:
         match, data = Match(), np.empty(0, np.uint8)
         manifest = None
         try:
-            source = _state_of(core, state, writable=True)
+            source = _state_of(state, writable=True)
             own, refusal = [tensor.name for tensor in source.held()], None
         except Error as error:
             own, refusal = [], error
@@ -580,11 +580,11 @@ class Checkpointer:
             self.close()
 
 
-def _state_of(core: _core.World, state: Any, *, writable: bool) -> State:
+def _state_of(state: Any, *, writable: bool) -> State:
     if hasattr(state, "_checkpoint_state"):
         result: State = state._checkpoint_state()
         return result
-    return ArrayState(core, state, writable=writable)
+    return ArrayState(state, writable=writable)
 
 
 def _encode(facts: dict[str, Any]) -> bytes:

@@ -18,7 +18,7 @@ namespace polyreme::testing {
 template <typename Body>
 void run_ranks(int size, const CpuDeviceOptions& device, Body&& body) {
   constexpr std::chrono::seconds kTimeout{20};
-  std::vector<std::unique_ptr<World>> worlds = make_local_worlds(size, device, kTimeout);
+  std::vector<std::unique_ptr<World>> worlds = make_local_worlds(size, LocalDevice::kCpu, device, kTimeout);
   std::mutex mutex;
   std::exception_ptr first_error;
   std::vector<std::thread> threads;
