@@ -71,8 +71,7 @@ int size_of(const Mesh& mesh, const std::string& name) {
   return has_axis(mesh, name) ? mesh.layout().size(name) : 1;
 }
 
-std::unique_ptr<TensorParallel> tensor_parallel(const Device& device, const Model& model, const Mesh& mesh,
-                                                const EngineOptions& options) {
+std::unique_ptr<TensorParallel> tensor_parallel(const Device& device, const Model& model, const Mesh& mesh) {
   const int64_t size = size_of(mesh, "tp"), lanes = model.lanes.lanes;
   require(model.lanes.size == size, "the model was built for tp=", model.lanes.size,
           ", the mesh has tp=", size, "; build it for the mesh");
@@ -144,7 +143,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
       model_(std::move(model)),
       options_(checked(options, dp_)),
       stream_(device.create_stream("compute")),
-      tp_(tensor_parallel(device, model_, mesh, options_)),
+      tp_(tensor_parallel(device, model_, mesh)),
       part_(part_of(model_, mesh, options_, tp_.get())),
       background_(options_.zero.overlap && dp_.size() > 1
                       ? device.create_stream("background", StreamKind::kBackground)

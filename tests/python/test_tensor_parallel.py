@@ -197,6 +197,7 @@ def test_other_optimizers(rule):
         (4, dict(tp=2, zero=3)),
     ):
         assert many(ranks, rule=rule, **options) == expected
+    assert many(2, tp=2, rule=rule, executor="deferred") == expected
 
 
 def test_gradients_communicated_in_16_bits_and_state_in_host_memory():

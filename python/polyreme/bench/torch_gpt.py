@@ -48,6 +48,7 @@ class SplitAttention(nn.Module):
                 part.bias.copy_(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Activations to activations."""
         parts = (part(x) for part in (self.q, self.k, self.v))
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in parts)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -296,9 +296,7 @@ def _make_dtensor(settings: dict[str, Any]) -> Step:
 
     def clip() -> None:
         parameters = list(module.parameters())
-        _clip(
-            [local(p) for p in parameters if is_part(p)], [local(p) for p in parameters if not is_part(p)]
-        )
+        _clip([local(p) for p in parameters if is_part(p)], [local(p) for p in parameters if not is_part(p)])
 
     def forward(tokens: Any, targets: Any) -> Any:
         return module(tokens, DTensor.from_local(targets, module.wte.weight.device_mesh, [Replicate()]))
