@@ -2,6 +2,7 @@
 
 #include <pybind11/numpy.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "ops/ops.h"
@@ -103,6 +104,9 @@ Memory memory_of_dlpack(const py::capsule& capsule, const std::string& what) {
                 .dtype = dtype_of_dlpack(tensor->dtype, what),
                 .shape = {tensor->shape, tensor->shape + tensor->ndim},
                 .strides = {}};
+  const auto is_empty = [](const DlTensor& t) { return std::count(t.shape, t.shape + t.ndim, 0) > 0; };
+  require(tensor->data != nullptr || is_empty(*tensor), what,
+          ": the array has no memory; its storage was freed");
   if (tensor->strides != nullptr) memory.strides.assign(tensor->strides, tensor->strides + tensor->ndim);
   return memory;
 }

@@ -152,53 +152,44 @@ void bind_model(py::module_& m) {
       "config"_a, "num_samples"_a, "seq_len"_a, "tp"_a = 1, "lanes_tp"_a = 1);
 }
 
-}  // namespace
+std::unique_ptr<Engine> make_engine(
+    World& world, Mesh& mesh, const ModelConfig& config, int64_t global_batch, int64_t micro_batch,
+    int64_t lanes_dp, int64_t lanes_tp, uint64_t seed, float clip_norm, int zero_stage, int64_t shard_size,
+    int64_t bucket_bytes, bool overlap, bool round_first, const std::string& gradient_dtype, int64_t prefetch,
+    int64_t persist_below, bool gather_for_step, const LossScalerOptions& loss_scale, int64_t max_skipped,
+    const py::dict& optimizer, const std::optional<pipeline::Schedule>& schedule, std::vector<int> split) {
+  const EngineOptions options{.global_batch = global_batch,
+                              .micro_batch = micro_batch,
+                              .lanes_dp = lanes_dp,
+                              .seed = seed,
+                              .clip_norm = clip_norm,
+                              .zero = {.stage = zero_stage,
+                                       .shard_size = shard_size,
+                                       .bucket_bytes = bucket_bytes,
+                                       .overlap = overlap,
+                                       .round_first = round_first,
+                                       .wire = dtype_from_name(gradient_dtype),
+                                       .prefetch = prefetch,
+                                       .persist_below = persist_below,
+                                       .gather_for_step = gather_for_step},
+                              .loss_scale = loss_scale,
+                              .max_skipped = max_skipped,
+                              .optimizer = optimizer_options(optimizer),
+                              .pipeline = {.schedule = schedule, .split = std::move(split)}};
+  // Not as a call_guard, under which pybind11 would register the new object too.
+  const Interruptible call(&world.communicator());
+  const int64_t tp = mesh.layout().size("tp");
+  const TensorLanes lanes{lanes_tp > 0 ? lanes_tp : tp, tp};
+  check_lanes("tp", lanes.lanes, tp);
+  const bool has_replacer = std::visit([](const auto& model) { return model.replacer != nullptr; }, config);
+  require<NotAvailable>(!has_replacer || world.device().kind() == DeviceKind::kCpu,
+                        "layers in Python work on memory of the host, not on ", world.device().description(),
+                        "; train with device='cpu'");
+  return std::make_unique<Engine>(world.device(), mesh, build_model(config, lanes), options);
+}
 
-void bind_engine(py::module_& m) {
-  bind_model(m);
-  py::class_<Engine>(m, "Engine")
-      .def(py::init([](World& world, Mesh& mesh, const ModelConfig& config, int64_t global_batch,
-                       int64_t micro_batch, int64_t lanes_dp, int64_t lanes_tp, uint64_t seed,
-                       float clip_norm, int zero_stage, int64_t shard_size, int64_t bucket_bytes,
-                       bool overlap, bool round_first, const std::string& gradient_dtype, int64_t prefetch,
-                       int64_t persist_below, bool gather_for_step, const LossScalerOptions& loss_scale,
-                       int64_t max_skipped, const py::dict& optimizer,
-                       const std::optional<pipeline::Schedule>& schedule, std::vector<int> split) {
-             const EngineOptions options{.global_batch = global_batch,
-                                         .micro_batch = micro_batch,
-                                         .lanes_dp = lanes_dp,
-                                         .seed = seed,
-                                         .clip_norm = clip_norm,
-                                         .zero = {.stage = zero_stage,
-                                                  .shard_size = shard_size,
-                                                  .bucket_bytes = bucket_bytes,
-                                                  .overlap = overlap,
-                                                  .round_first = round_first,
-                                                  .wire = dtype_from_name(gradient_dtype),
-                                                  .prefetch = prefetch,
-                                                  .persist_below = persist_below,
-                                                  .gather_for_step = gather_for_step},
-                                         .loss_scale = loss_scale,
-                                         .max_skipped = max_skipped,
-                                         .optimizer = optimizer_options(optimizer),
-                                         .pipeline = {.schedule = schedule, .split = std::move(split)}};
-             // Not as a call_guard, under which pybind11 would register the new object too.
-             const Interruptible call(&world.communicator());
-             const int64_t tp = mesh.layout().size("tp");
-             const TensorLanes lanes{lanes_tp > 0 ? lanes_tp : tp, tp};
-             check_lanes("tp", lanes.lanes, tp);
-             const bool has_replacer =
-                 std::visit([](const auto& model) { return model.replacer != nullptr; }, config);
-             require<NotAvailable>(!has_replacer || world.device().kind() == DeviceKind::kCpu,
-                                   "layers in Python work on memory of the host, not on ",
-                                   world.device().description(), "; train with device='cpu'");
-             return std::make_unique<Engine>(world.device(), mesh, build_model(config, lanes), options);
-           }),
-           "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a, "micro_batch"_a, "lanes_dp"_a,
-           "lanes_tp"_a, "seed"_a, "clip_norm"_a, "zero_stage"_a, "shard_size"_a, "bucket_bytes"_a,
-           "overlap"_a, "round_first"_a, "gradient_dtype"_a, "prefetch"_a, "persist_below"_a,
-           "gather_for_step"_a, "loss_scale"_a, "max_skipped"_a, "optimizer"_a, "schedule"_a, "split"_a,
-           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+void bind_steps(py::class_<Engine>& bound) {
+  bound
       .def(
           "train_step",
           [](Engine& engine, const TokenDataset& data, const SampleOrder& order, int64_t step, double lr) {
@@ -248,7 +239,11 @@ void bind_engine(py::module_& m) {
             std::copy(values.begin(), values.end(), result.mutable_data());
             return result;
           },
-          "tokens"_a)
+          "tokens"_a);
+}
+
+void bind_params(py::class_<Engine>& bound) {
+  bound
       .def(
           "read_param",
           [](Engine& engine, const std::string& name, const std::string& kind) {
@@ -274,13 +269,16 @@ void bind_engine(py::module_& m) {
              const Interruptible call(&engine.world());
              return engine.check_replicas();
            })
-      .def("memory",
-           [](const Engine& engine) {
-             py::list terms;
-             for (const MemoryTerm& term : engine.memory())
-               terms.append(py::make_tuple(term.name, term.bytes, term.stays, term.on_host));
-             return terms;
-           })
+      .def("memory", [](const Engine& engine) {
+        py::list terms;
+        for (const MemoryTerm& term : engine.memory())
+          terms.append(py::make_tuple(term.name, term.bytes, term.stays, term.on_host));
+        return terms;
+      });
+}
+
+void bind_state(py::class_<Engine>& bound) {
+  bound
       .def("state_parts",
            [](const Engine& engine) {
              const std::vector<ParamSpec>& specs = engine.model().registry.specs();
@@ -310,11 +308,16 @@ void bind_engine(py::module_& m) {
             const py::gil_scoped_release release;
             engine.write_state(list, bytes);
           },
-          "ranges"_a, "data"_a)
-      .def_property_readonly("updates", [](const Engine& engine) { return engine.updates(); })
-      .def("set_progress", &Engine::set_progress, "applied_steps"_a, "skipped_steps"_a, "updates"_a)
+          "ranges"_a, "data"_a);
+}
+
+void bind_progress(py::class_<Engine>& bound) {
+  bound.def_property_readonly("updates", [](const Engine& engine) { return engine.updates(); })
+      .def("set_progress", &Engine::set_progress, "applied_steps"_a, "skipped_steps"_a, "skipped_in_a_row"_a,
+           "updates"_a)
       .def_property_readonly("applied_steps", &Engine::applied_steps)
       .def_property_readonly("skipped_steps", &Engine::skipped_steps)
+      .def_property_readonly("skipped_in_a_row", &Engine::skipped_in_a_row)
       .def_property(
           "loss_scaler_state",
           [](Engine& engine) {
@@ -327,6 +330,22 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("lanes_dp", [](const Engine& engine) { return engine.options().lanes_dp; })
       .def_property_readonly("lanes_tp", [](const Engine& engine) { return engine.model().lanes.lanes; })
       .def_property_readonly("num_parameters", [](const Engine& engine) { return engine.num_parameters(); });
+}
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+  bind_model(m);
+  py::class_<Engine> bound(m, "Engine");
+  bound.def(py::init(&make_engine), "world"_a, "mesh"_a, "config"_a, py::kw_only(), "global_batch"_a,
+            "micro_batch"_a, "lanes_dp"_a, "lanes_tp"_a, "seed"_a, "clip_norm"_a, "zero_stage"_a,
+            "shard_size"_a, "bucket_bytes"_a, "overlap"_a, "round_first"_a, "gradient_dtype"_a, "prefetch"_a,
+            "persist_below"_a, "gather_for_step"_a, "loss_scale"_a, "max_skipped"_a, "optimizer"_a,
+            "schedule"_a, "split"_a, py::keep_alive<1, 2>(), py::keep_alive<1, 3>());
+  bind_steps(bound);
+  bind_params(bound);
+  bind_state(bound);
+  bind_progress(bound);
 }
 
 }  // namespace polyreme::bindings

@@ -2,8 +2,10 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "bindings/bindings.h"
+#include "comm/shared_memory/stream_copy.h"
 #include "mesh/world.h"
 #include "ops/update.h"
 
@@ -47,6 +49,19 @@ double time_gemm(const World& world, int64_t m, int64_t n, int64_t k, bool trans
   return best;
 }
 
+// The mean seconds of `once`, `iterations` times in a row, which all ranks begin together.
+template <typename Once>
+double time_in_step(Communicator& group, int iterations, const Once& once) {
+  once();  // the first one warms up: pages, caches
+  group.barrier(std::chrono::minutes(1));
+  // Ranks that slept while others had their turn wake up some 50 us apart: that would be a multiple of a
+  // small collective.
+  for (int i = 0; i < 3; ++i) once();
+  const int64_t start = FlightRecorder::now_ns();
+  for (int i = 0; i < iterations; ++i) once();
+  return static_cast<double>(FlightRecorder::now_ns() - start) * 1e-9 / iterations;
+}
+
 // Seconds of one collective over the world on float32 data, the mean of `iterations` in a row; collective.
 // `count` is what a rank holds in full: the data of all_reduce, the input of reduce_scatter, the output of
 // all_gather (multiples of the size). `staged`: in memory of the device, not in that of the group.
@@ -64,25 +79,38 @@ double time_collective(const World& world, const std::string& op, int64_t count,
     return data;
   };
   const Tensor full = make(count), part = make(count / group.size());
-  const auto once = [&] {
-    if (op == "all_reduce")
-      group.all_reduce(full, ReduceOp::kSum, *stream)->wait();
-    else if (op == "reduce_scatter")
-      group.reduce_scatter(full, part, ReduceOp::kSum, *stream)->wait();
-    else if (op == "all_gather")
-      group.all_gather(part, full, *stream)->wait();
-    else
-      throw InvalidArgument(
-          concat("time_collective: '", op, "'; expected all_reduce, reduce_scatter or all_gather"));
+  if (op == "all_reduce")
+    return time_in_step(group, iterations, [&] { group.all_reduce(full, ReduceOp::kSum, *stream)->wait(); });
+  if (op == "reduce_scatter")
+    return time_in_step(group, iterations,
+                        [&] { group.reduce_scatter(full, part, ReduceOp::kSum, *stream)->wait(); });
+  if (op == "all_gather")
+    return time_in_step(group, iterations, [&] { group.all_gather(part, full, *stream)->wait(); });
+  throw InvalidArgument(
+      concat("time_collective: '", op, "'; expected all_reduce, reduce_scatter or all_gather"));
+}
+
+// Seconds in which a rank copies `count` floats while all others do the same, each in its own part of the
+// group's memory and without a word to the others: by memcpy or by streaming stores, whichever is faster.
+double time_copy(const World& world, int64_t count, int iterations) {
+  require(count >= 1 && iterations >= 1, "time_copy: count ", count, " and iterations ", iterations,
+          " must be at least 1");
+  Communicator& group = world.communicator();
+  const auto stream = world.device().create_stream("copy");
+  const auto make = [&] {
+    const Tensor data = group.allocate(world.device(), DType::kF32, {count}, "bench");
+    fill(*stream, data, 1.0f);
+    return data;
   };
-  once();  // the first one warms up: pages, caches
-  group.barrier(std::chrono::minutes(1));
-  // Ranks that slept while others had their turn wake up some 50 us apart: that would be a multiple of a
-  // small collective.
-  for (int i = 0; i < 3; ++i) once();
-  const int64_t start = FlightRecorder::now_ns();
-  for (int i = 0; i < iterations; ++i) once();
-  return static_cast<double>(FlightRecorder::now_ns() - start) * 1e-9 / iterations;
+  const Tensor from = make(), to = make();
+  stream->synchronize();
+  const auto bytes = static_cast<int64_t>(from.size_bytes());
+  const double plain = time_in_step(
+      group, iterations, [&] { std::memcpy(to.raw_address(), from.raw_address(), from.size_bytes()); });
+  constexpr int64_t kStreams = int64_t{1} << 40;  // bytes in all, so that it streams
+  const double streamed = time_in_step(
+      group, iterations, [&] { stream_copy(to.raw_address(), from.raw_address(), bytes, kStreams); });
+  return std::min(plain, streamed);
 }
 
 // Seconds that enqueuing one empty operation takes, over `count` of them.
@@ -154,6 +182,8 @@ std::pair<double, double> time_rule(const World& world, const std::string& rule,
 void bind_ops(py::module_& m) {
   m.def("time_gemm", &time_gemm, "world"_a, py::kw_only(), "m"_a, "n"_a, "k"_a, "transpose_a"_a,
         "transpose_b"_a, "repeats"_a, "dtype"_a, py::call_guard<py::gil_scoped_release>());
+  m.def("time_copy", &time_copy, "world"_a, "count"_a, "iterations"_a,
+        py::call_guard<py::gil_scoped_release>());
   m.def("time_collective", &time_collective, "world"_a, "op"_a, "count"_a, "iterations"_a, "staged"_a,
         py::call_guard<py::gil_scoped_release>());
   m.def("time_rule", &time_rule, "world"_a, "rule"_a, "count"_a, "repeats"_a,

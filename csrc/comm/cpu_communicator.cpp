@@ -38,9 +38,6 @@ void run_posted(Transport& group, const CollectiveCall& call, const JournalEntry
 // Shared by the stream, the Work and the order; only the stream's share keeps the group, so that a group is
 // left when its last collective has run or was dropped.
 struct PendingCall {
-  PendingCall(const CollectiveCall& issued, CallMemory issued_memory, JournalEntry journal_entry)
-      : call(issued), memory(std::move(issued_memory)), entry(std::move(journal_entry)) {}
-
   enum class State { kWaiting, kDone, kFailed };
   CollectiveCall call;
   CallMemory memory;
@@ -49,10 +46,10 @@ struct PendingCall {
   std::exception_ptr error;                    // before kFailed
   bool at_once = false;                        // of its stream
 
-  void reuse(const CollectiveCall& issued, CallMemory issued_memory, JournalEntry journal_entry) {
+  // Of a new one, or of one that has run and that nobody else holds.
+  void set(const CollectiveCall& issued, CallMemory issued_memory) {
     call = issued;
     memory = std::move(issued_memory);
-    entry = std::move(journal_entry);
     state.store(State::kWaiting, std::memory_order_relaxed);
   }
   void execute(Transport& group) {
@@ -189,13 +186,10 @@ std::unique_ptr<Work> CpuCommunicator::issue(CollectiveCall call, CallMemory mem
   call.sequence = CallLedger::sequence_of(line.posted) + 1;
   JournalParts parts;
   for (const CallMemory::Part& part : memory.parts) parts.add(part.kind == Transfer::Kind::kSend, part.peer);
-  JournalEntry entry = journal_.enqueue(call, bytes_of(call), parts);
   std::shared_ptr<PendingCall> pending = std::exchange(spare_, nullptr);
-  if (pending) {
-    pending->reuse(call, std::move(memory), std::move(entry));
-  } else {
-    pending = std::make_shared<PendingCall>(call, std::move(memory), std::move(entry));
-  }
+  if (!pending) pending = std::make_shared<PendingCall>();
+  pending->set(call, std::move(memory));
+  journal_.enqueue(pending->entry, call, bytes_of(call), parts);
   const OpInfo info{.name = collective_name(call.op), .kind = OpKind::kCollective, .bytes = bytes_of(call)};
   order_->put_before(stream);
   const uint64_t before = line.posted.load(std::memory_order_relaxed);  // written by this thread alone
@@ -232,7 +226,9 @@ std::unique_ptr<Work> CpuCommunicator::issue_on_gpu(CollectiveCall call, CallMem
   CallLedger::Line& line = transport_->ledger().of(call.op);
   call.sequence = CallLedger::sequence_of(line.posted) + 1;
   line.posted.store(CallLedger::mark_of(call), std::memory_order_relaxed);
-  PendingCall pending(call, staged.memory(), journal_.enqueue(call, bytes_of(call)));
+  PendingCall pending;
+  pending.set(call, staged.memory());
+  journal_.enqueue(pending.entry, call, bytes_of(call));
   pending.at_once = true;
   pending.execute(*transport_);
   staged.copy_back();

@@ -166,8 +166,11 @@ class Journal {
 class JournalEntry {
  public:
   JournalEntry() = default;
-  JournalEntry(std::shared_ptr<Journal> journal, uint64_t ticket)
-      : journal_(std::move(journal)), ticket_(ticket) {}
+  // Another one. Counting owners is atomic: it is left out where the journal stays the same.
+  void renew(const std::shared_ptr<Journal>& journal, uint64_t ticket) {
+    if (journal_ != journal) journal_ = journal;
+    ticket_ = ticket;
+  }
   void start(bool at_once = false) const noexcept {
     if (journal_) journal_->start(ticket_, at_once);
   }
@@ -198,8 +201,14 @@ class GroupJournal {
   void set_label(std::string_view label) noexcept;
   JournalEntry enqueue(const CollectiveCall& call, int64_t num_bytes,
                        const JournalParts& parts = {}) const noexcept {
-    if (!journal_) return {};
-    return {journal_, journal_->enqueue(group_, call, num_bytes, label_, parts)};
+    JournalEntry entry;
+    enqueue(entry, call, num_bytes, parts);
+    return entry;
+  }
+  // Into an entry whose own operation is over.
+  void enqueue(JournalEntry& entry, const CollectiveCall& call, int64_t num_bytes,
+               const JournalParts& parts = {}) const noexcept {
+    if (journal_) entry.renew(journal_, journal_->enqueue(group_, call, num_bytes, label_, parts));
   }
 
  private:

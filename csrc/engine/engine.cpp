@@ -330,14 +330,19 @@ void Engine::measure_gradient() {
   // such a loss with finite gradients): its counts of NaN and inf go into the norm.
   const auto counts = [](const Tensor& limbs) { return limbs.slice(0, ExactSum::kDigits, ExactSum::kLimbs); };
   copy(*stream_, counts(loss_sum_), counts(square_sum_));
+  // A slice that several replicas hold is cut once more: each adds the squares of its share.
+  const int64_t replicas = dp_.size() / groups_.num_shards(), replica = dp_rank_ / groups_.num_shards();
   for (size_t unit = 0; unit < params_.grads.own().size(); ++unit) {
     // What all ranks of tp have alike counts once.
     const Tensor& grads = params_.grads.own()[unit];
     const bool counts_here = !tp_ || plan_.is_cut[unit] || tp_->rank() == 0;
-    if (grads.defined() && counts_here) exact_sum_squares(*stream_, grads, square_sum_);
+    if (!grads.defined() || !counts_here) continue;
+    const int64_t blocks = grads.numel() / ShardMap::kAlignment;
+    const auto border = [&](int64_t i) { return blocks * i / replicas * ShardMap::kAlignment; };
+    const Tensor share = grads.slice(0, border(replica), border(replica + 1));
+    if (share.numel() > 0) exact_sum_squares(*stream_, share, square_sum_);
   }
-  if (groups_.num_shards() > 1)
-    groups_.shard().all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
+  if (dp_.size() > 1) dp_.all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   if (tp_) tp_->group().all_reduce(square_sum_, ReduceOp::kSum, *stream_)->wait_on(*stream_);
   sum_along_pp(square_sum_);
   clip_scale(*stream_, square_sum_, options_.clip_norm, clip_scale_, 1.0 / scaler_.scale());
@@ -396,6 +401,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
        fact("whether micro-batches have lengths of their own", batch.lengths.empty() ? 0 : 1),
        fact("source of samples", source)},
       refusal, count_valid(batch), {fact("batch", content_of(batch))});
+  std::vector<HostBatch> kept;  // before what waits for the copies that read it
   const WaitAtExit wait(*stream_), wait_background(background());
   int64_t tokens = options_.global_batch * batch.seq_len;
   if (!batch.lengths.empty()) {
@@ -405,7 +411,6 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
     const std::vector<int64_t> all = gather_values(dp_, *stream_, {tokens});
     tokens = std::accumulate(all.begin(), all.end(), int64_t{0});
   }
-  std::vector<HostBatch> kept;
   const std::vector<DeviceBatch> on_device = upload_parts(batch, ranges, &kept);
   zero_limbs(*stream_, loss_sum_);
   const double loss_scale = scaler_.scale();

@@ -100,6 +100,7 @@ class Engine {
   std::vector<MemoryTerm> memory() const;
   int64_t applied_steps() const { return applied_steps_; }
   int64_t skipped_steps() const { return skipped_steps_; }
+  int64_t skipped_in_a_row() const { return skipped_in_a_row_; }  // as max_skipped counts
   LossScaler& loss_scaler() { return scaler_; }
   int64_t local_batch() const { return options_.global_batch / dp_.size(); }
   // Copies to and from the host; reading is collective along pp and for what ZeRO has sharded, writing is
@@ -123,7 +124,8 @@ class Engine {
   void write_state(std::span<const StateRange> ranges, std::span<const std::byte> from);
   // The counts behind the state. Throws InvalidArgument for negative ones, or not one for each parameter.
   std::vector<int64_t> updates() const;
-  void set_progress(int64_t applied_steps, int64_t skipped_steps, std::vector<int64_t> updates);
+  void set_progress(int64_t applied_steps, int64_t skipped_steps, int64_t skipped_in_a_row,
+                    std::vector<int64_t> updates);
 
  private:
   void agree_on_settings();

@@ -92,13 +92,18 @@ Tensor Engine::unit_buffer(const std::string& kind, int unit) {
 
 std::vector<MemoryTerm> Engine::memory() const {
   const int64_t lane_samples = options_.global_batch / options_.lanes_dp;
-  return memory_terms(
+  std::vector<MemoryTerm> terms = memory_terms(
       plan_, part_.registry, optimizer_->state(),
       {.zero = options_.zero,
        .local_lanes = options_.lanes_dp / dp_.size(),
        .tp_lanes = part_.lanes.count,
        .micro_batches = options_.zero.round_first ? 1 : ceil_div(lane_samples, options_.micro_batch),
        .ranks = dp_.size()});
+  if (pipeline_) {
+    const auto lanes = std::ranges::count_if(micro_ranges(), &MicroRange::completes_lane);
+    for (const MemoryTerm& term : pipeline_->memory(lanes)) terms.push_back(term);
+  }
+  return terms;
 }
 
 }  // namespace polyreme

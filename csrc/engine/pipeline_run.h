@@ -34,6 +34,7 @@ class PipelineRun {
   void write_shared(int param, int lane, const std::vector<float>& values) {
     shared_.write(param, lane, values);
   }
+  std::vector<MemoryTerm> memory(int64_t lanes) const { return shared_.memory(lanes); }
   // Collective, after weights were changed.
   void share_weights() { shared_.share_weights(); }
   // Throws what went wrong between the stages. Blocks until all transfers are through.

@@ -85,6 +85,20 @@ void SharedParams::write(int param, int lane, const std::vector<float>& values) 
   stream_.synchronize();
 }
 
+std::vector<MemoryTerm> SharedParams::memory(int64_t lanes) const {
+  int64_t weights = 0, gradients = 0;
+  for (const Share& share : shares_) {
+    if (share.weight.defined()) weights += share.weight.size_bytes();
+    if (!trainable_.empty() && trainable_[static_cast<size_t>(share.what.param)] == 0) continue;
+    // The user's; at the owner also its own, which wait for them.
+    const ParamSpec& spec = model_.registry.specs()[static_cast<size_t>(share.what.param)];
+    const auto bytes =
+        static_cast<int64_t>(sizeof(float)) * local_shape(spec, "tp", part_.lanes.lanes).numel();
+    gradients += lanes * bytes * (share.is_owner ? 2 : 1);
+  }
+  return {{"shared weights", weights, true}, {"shared gradients", gradients, false}};
+}
+
 void SharedParams::share_weights() {
   for (const Share& share : shares_) {
     if (share.is_owner && share.is_user) continue;

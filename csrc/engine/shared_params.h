@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "engine/memory_terms.h"
 #include "engine/param_store.h"
 #include "engine/stage_part.h"
 
@@ -25,6 +26,10 @@ class SharedParams final : public SharedUses {
   void add_gradients();
   // After an update: the copies follow. Collective along pp.
   void share_weights();
+
+  // Weights that this rank has a copy of; and what a step of `lanes` lanes (of rounds) has of gradients at
+  // once.
+  std::vector<MemoryTerm> memory(int64_t lanes) const;
 
   // A copy that this rank has; waits.
   void write(int param, int lane, const std::vector<float>& values);

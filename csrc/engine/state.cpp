@@ -76,9 +76,11 @@ std::vector<int64_t> Engine::updates() const {
   return all;
 }
 
-void Engine::set_progress(int64_t applied_steps, int64_t skipped_steps, std::vector<int64_t> updates) {
-  require(applied_steps >= 0 && skipped_steps >= 0, "set_progress: applied_steps is ", applied_steps,
-          ", skipped_steps ", skipped_steps, "; expected at least 0");
+void Engine::set_progress(int64_t applied_steps, int64_t skipped_steps, int64_t skipped_in_a_row,
+                          std::vector<int64_t> updates) {
+  require(applied_steps >= 0 && skipped_in_a_row >= 0 && skipped_steps >= skipped_in_a_row,
+          "set_progress: applied_steps is ", applied_steps, ", skipped_steps ", skipped_steps,
+          ", skipped_in_a_row ", skipped_in_a_row, "; expected at least 0, and no more in a row than in all");
   require(updates.size() == part_.local.size(), "set_progress: ", updates.size(), " counts of updates for ",
           part_.local.size(), " parameters");
   std::vector<int64_t> own;
@@ -86,6 +88,7 @@ void Engine::set_progress(int64_t applied_steps, int64_t skipped_steps, std::vec
   optimizer_->set_updates(std::move(own));
   applied_steps_ = applied_steps;
   skipped_steps_ = skipped_steps;
+  skipped_in_a_row_ = skipped_in_a_row;
 }
 
 }  // namespace polyreme

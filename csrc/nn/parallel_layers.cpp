@@ -200,12 +200,17 @@ void LaneEmbedding::backward_weight(const Context& context, Saved& saved) const 
                               saved.tensors[1].view({samples, seq, features_}),
                               (tp.lanes().first + lane) * part_, context.of_lane(lane).grad(tokens_));
   if (max_seq_len_ == 0 || !context.params.is_trainable(positions_)) return;
-  // A position belongs to one lane: in the sum over lanes all others have zeros there, so that one
-  // accumulator serves all lanes of a rank.
-  const int64_t first = tp.first_token(seq), own = tp.own_tokens(seq);
-  const Tensor grad = context.grad(positions_).slice(0, first, first + own);
-  for (int64_t sample = 0; sample < samples; ++sample)
-    add_to(context.stream, saved.tensors[0].slice(0, sample * own, (sample + 1) * own), grad);
+  // Each lane its own, though in a micro-batch a position belongs to one alone: where lengths differ, it is
+  // another one in the next.
+  const int64_t own = tp.own_tokens(seq), block = own / tp.lanes().count;
+  for (int64_t lane = 0; lane < tp.lanes().count; ++lane) {
+    const int64_t first = tp.first_token(seq) + lane * block;
+    const Tensor grad = context.of_lane(lane).grad(positions_).slice(0, first, first + block);
+    for (int64_t sample = 0; sample < samples; ++sample) {
+      const int64_t begin = sample * own + lane * block;
+      add_to(context.stream, saved.tensors[0].slice(0, begin, begin + block), grad);
+    }
+  }
 }
 
 Cost LaneEmbedding::cost(int64_t num_samples, int64_t own_tokens) const {

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from .precision import LossScale, Precision
     from .progress import Progress
     from .sharded_optimizer import ShardedOptimizer, UpdateStats
-    from .trainer import StepStats, Trainer
+    from .step_stats import StepStats
+    from .trainer import Trainer
     from .world import Lanes, World, init
     from .zero import Zero
 
@@ -94,12 +95,13 @@ _MODULE_OF = {
     **dict.fromkeys(("ShardedOptimizer", "UpdateStats"), "sharded_optimizer"),
     **dict.fromkeys(("Forecast", "forecast"), "dry_run"),
     **dict.fromkeys(("LossScale", "Precision"), "precision"),
-    **dict.fromkeys(("StepStats", "Trainer"), "trainer"),
     **dict.fromkeys(("Lanes", "World", "init"), "world"),
     "LossScaler": "loss_scaler",
     "Checkpointer": "checkpoint",
     "Mesh": "mesh",
     "Progress": "progress",
+    "StepStats": "step_stats",
+    "Trainer": "trainer",
     "Zero": "zero",
     "__version__": "_core",
     "clip_grad_norm": "norms",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,7 @@ def check_memory(what: str, array: Any, *, written: bool = False) -> None:
     layout = str(getattr(array, "layout", "")).rpartition(".")[2]
     if layout not in ("", "strided") or getattr(array, "is_meta", False):
         raise InvalidArgument(f"{what} is {layout} or has no memory; expected a dense tensor")
+    check_not_freed(what, array)
     if not written:
         return
     if is_numpy and not array.flags.writeable:
@@ -49,6 +52,36 @@ def check_memory(what: str, array: Any, *, written: bool = False) -> None:
             f"{what} is a broadcast view, with several elements in one place; expected an array of its own, such as"
             " a copy"
         )
+
+
+def check_not_freed(what: str, array: Any) -> None:
+    """Refuses a tensor of PyTorch whose storage was resized to nothing, as FSDP does between uses."""
+    if hasattr(array, "untyped_storage") and array.numel() and array.data_ptr() == 0:
+        raise InvalidArgument(f"{what} has no memory any more; expected a tensor whose storage is there")
+
+
+def check_distinct(what: str, arrays: Mapping[str, Any]) -> None:
+    """Refuses arrays (by what to call them) of which two share memory: each would be updated on its own.
+
+    Of views that have gaps only those with one start are known to share: columns of one matrix do not.
+    """
+    spans = []
+    for name, array in arrays.items():
+        if isinstance(array, np.ndarray):
+            start, dense, size = array.__array_interface__["data"][0], array.flags.c_contiguous, array.nbytes
+        elif hasattr(array, "data_ptr"):
+            start, dense = array.data_ptr(), array.is_contiguous()
+            size = array.numel() * array.element_size()
+        else:
+            continue
+        if size:
+            spans.append((start, start + size, dense, name))
+    spans.sort(key=lambda span: span[0])
+    for first, second in itertools.pairwise(spans):
+        if first[0] == second[0] or (first[2] and second[0] < first[1]):
+            raise InvalidArgument(
+                f"{what}: {first[3]} and {second[3]} share memory; give what is tied or overlaps once"
+            )
 
 
 def check_float(what: str, array: Any, *, written: bool = False) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .arrays import plain
 from .errors import InvalidArgument
 
-__all__ = ["joined_batch", "token_array"]
+__all__ = ["as_array", "joined_batch", "token_array"]
 
 
 def joined_batch(
@@ -26,13 +27,14 @@ def joined_batch(
             f"tokens are a list of {len(tokens)} micro-batches; this rank expects {len(rows)}, of {rows} samples"
             " (global_batch by lanes, ranks and micro_batch)"
         )
-    joined = []
+    joined: list[NDArray[np.int32]] = []
+    lengths: list[int] = []
     for what, values, filler in (("tokens", tokens, 0), ("targets", targets, -100)):
         arrays = [token_array(each, f"{what} of micro-batch {i}") for i, each in enumerate(values)]
         for i, array in enumerate(arrays):
-            if array.shape != np.shape(tokens[i]):
+            if joined and array.shape[1] != lengths[i]:
                 raise InvalidArgument(
-                    f"targets of micro-batch {i} have shape {list(array.shape)}; its tokens {list(np.shape(tokens[i]))}"
+                    f"targets of micro-batch {i} have {array.shape[1]} tokens a sample; its tokens {lengths[i]}"
                 )
             if len(array) != rows[i]:
                 raise InvalidArgument(
@@ -48,12 +50,24 @@ def joined_batch(
             whole[begin : begin + len(array), : array.shape[1]] = array
             begin += len(array)
         joined.append(whole)
-    return joined[0], joined[1], [np.shape(array)[1] for array in tokens]
+        lengths = [array.shape[1] for array in arrays]
+    return joined[0], joined[1], lengths
+
+
+def as_array(values: Any, what: str) -> NDArray[Any]:
+    """Whatever NumPy takes for an array. Raises InvalidArgument, naming `what`, where it takes it for none."""
+    try:
+        return np.asarray(plain(values))
+    except Exception as error:  # each framework has its own, such as of memory that is not on the CPU
+        raise InvalidArgument(
+            f"{what} cannot be read as an array ({type(error).__name__}: {error}); expected integers of shape"
+            " [num_samples, seq_len]"
+        ) from error
 
 
 def token_array(values: ArrayLike, what: str) -> NDArray[np.int32]:
     """`values` as int32 [num_samples, seq_len]. Raises InvalidArgument, naming `what`, for anything else."""
-    array = np.asarray(values)
+    array = as_array(values, what)
     if array.ndim != 2 or array.dtype.kind not in "iu":
         raise InvalidArgument(
             f"{what} are {array.dtype}{list(array.shape)}; expected integers of shape [num_samples, seq_len]"

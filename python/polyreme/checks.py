@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import numbers
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from .errors import InvalidArgument
@@ -17,6 +19,7 @@ __all__ = [
     "check_number",
     "check_timeout",
     "check_type",
+    "matching",
 ]
 
 MAX_SEED = (1 << 64) - 1
@@ -79,6 +82,20 @@ def check_type(what: str, value: Any, kind: type | tuple[type, ...], expected: s
     """Refuses what is no `kind`, which `expected` names for people."""
     if not isinstance(value, kind):
         raise _refusal(what, value, expected, "", wrong_type=True)
+
+
+def matching(what: str, patterns: Sequence[str], names: Sequence[str]) -> frozenset[str]:
+    """The names of parameters that a pattern matches, as in fnmatch. A pattern that matches none is refused."""
+    if isinstance(patterns, str):
+        raise InvalidArgument(f"{what}={patterns!r}; expected a list of patterns of names, such as ['wte.*']")
+    found: set[str] = set()
+    for pattern in patterns:
+        check_type(what, pattern, str, "patterns of names, such as 'wte.*'")
+        matches = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matches:
+            raise InvalidArgument(f"{what}: no parameter matches {pattern!r}; names are like {names[0]!r}")
+        found.update(matches)
+    return frozenset(found)
 
 
 def _is_bool(value: Any) -> bool:

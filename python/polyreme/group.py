@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
-from .arrays import readable
+from .arrays import plain, readable
 from .checks import check_int, check_timeout, check_type
 from .errors import InvalidArgument
 
@@ -21,6 +22,18 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Work"]
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+
+def _by_one_thread(
+    method: Callable[Concatenate[Group, Arguments], Result],
+) -> Callable[Concatenate[Group, Arguments], Result]:
+    @functools.wraps(method)
+    def call(group: Group, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with group._mesh.world._calls(method.__name__):
+            return method(group, *args, **kwargs)
+
+    return call
 
 
 class Work(Generic[Result]):
@@ -63,7 +76,8 @@ class Group:
 
     All collectives of a rank, whatever their groups, run one after the other in the order of its calls. So two
     ranks that share several groups must make their calls in one order over all of these groups, and from one
-    thread; which group is used first does not matter.
+    thread (a call while another thread of the rank is inside of one is refused); which group is used first does
+    not matter.
 
     All methods raise InvalidArgument before anything is sent; CollectiveMismatch, naming who called what,
     before memory is written; PeerLost and Timeout, naming the ranks.
@@ -102,8 +116,9 @@ class Group:
         finally:
             self._core.set_label("")
 
+    @_by_one_thread
     def all_reduce(self, array: Any, op: str = "sum", *, out: Any = None, wait: bool = True) -> Any:
-        """Everybody's `array`, reduced, of the same shape on all members.
+        """Everybody's `array`, reduced, of as many elements on all members.
 
         Where `out` is another array than `array`, it is a copy of it before anything is sent.
 
@@ -112,7 +127,7 @@ class Group:
         if out is None:
             out = _copy("all_reduce: array", array)
         elif out is not array:
-            array = np.asarray(array)
+            array = np.asarray(plain(array))
             _require_shape("all_reduce", out, array.shape)
             if getattr(out, "dtype", None) != array.dtype:
                 raise InvalidArgument(
@@ -122,6 +137,7 @@ class Group:
             out[...] = array
         return self._finish(self._core.all_reduce(out, _check_op("all_reduce", op)), out, wait)
 
+    @_by_one_thread
     def reduce_scatter(self, array: Any, op: str = "sum", *, out: Any = None, wait: bool = True) -> Any:
         """Everybody's `array`, reduced, of which each member gets its equal part along the first dim.
 
@@ -132,6 +148,7 @@ class Group:
         out = _output("reduce_scatter", out, array, (rows, *array.shape[1:]))
         return self._finish(self._core.reduce_scatter(array, out, _check_op("reduce_scatter", op)), out, wait)
 
+    @_by_one_thread
     def all_gather(
         self, array: Any, *, rows: Sequence[int] | None = None, out: Any = None, wait: bool = True
     ) -> Any:
@@ -144,11 +161,13 @@ class Group:
         """
         array = readable(array)
         width = math.prod(array.shape[1:])
-        counts = [] if rows is None else [n * width for n in self._check_rows("all_gather: rows", rows)]
+        rows = None if rows is None else self._check_rows("all_gather: rows", rows)
+        counts = [] if rows is None else [n * width for n in rows]
         total = self.size * array.shape[0] if rows is None else sum(rows)
         out = _output("all_gather", out, array, (total, *array.shape[1:]))
         return self._finish(self._core.all_gather(array, out, counts), out, wait)
 
+    @_by_one_thread
     def broadcast(self, array: Any, root: int = 0, *, wait: bool = True) -> Any:
         """Member `root`'s array into everybody's `array`, in place.
 
@@ -157,6 +176,7 @@ class Group:
         root = self._check_member("broadcast: root", root)
         return self._finish(self._core.broadcast(array, root), array, wait)
 
+    @_by_one_thread
     def all_to_all(
         self,
         array: Any,
@@ -184,8 +204,9 @@ class Group:
             self._rows_each("all_to_all", array)
             sends, receives, total = [], [], array.shape[0]
         else:
+            receive_rows = self._check_rows("all_to_all: receive_rows", receive_rows)
             sends = [n * width for n in self._check_rows("all_to_all: send_rows", send_rows)]
-            receives = [n * width for n in self._check_rows("all_to_all: receive_rows", receive_rows)]
+            receives = [n * width for n in receive_rows]
             total = sum(receive_rows)
         out = _output("all_to_all", out, array, (total, *array.shape[1:]))
         return self._finish(self._core.all_to_all(array, out, sends, receives), out, wait)
@@ -198,6 +219,7 @@ class Group:
         """Receives into `out`, of the shape and dtype that `source` sends. Returns None, or a `Work`."""
         return self.exchange(receives=[(out, source)], wait=wait)
 
+    @_by_one_thread
     def exchange(
         self,
         *,
@@ -226,6 +248,7 @@ class Group:
         ]
         return self._finish(self._core.exchange(to, source), None, wait)
 
+    @_by_one_thread
     def barrier(self, timeout_s: float = 600.0) -> None:
         """Waits until every member has called it.
 
@@ -283,10 +306,11 @@ def _check_pairs(what: str, pairs: Any) -> list[tuple[Any, Any]]:
 
 def _copy(what: str, array: Any) -> NDArray[Any]:
     try:
-        return np.array(array, order="C")
-    except TypeError as error:
+        return np.array(plain(array), order="C")
+    except Exception as error:  # each framework has its own
         raise InvalidArgument(
-            f"{what}: NumPy cannot copy it ({error}); pass out=, which is written in place"
+            f"{what}: NumPy cannot copy it ({error}); expected dense memory of the CPU, and of types that NumPy lacks"
+            " (bfloat16) pass out=, which is written in place"
         ) from None
 
 
@@ -300,5 +324,7 @@ def _output(what: str, out: Any, like: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _require_shape(what: str, out: Any, shape: tuple[int, ...]) -> None:
+    if not hasattr(out, "shape"):
+        raise InvalidArgument(f"{what}: out is a {type(out).__name__}; expected an array of shape {shape}")
     if tuple(out.shape) != shape:
         raise InvalidArgument(f"{what}: out has shape {tuple(out.shape)}; expected {shape}")

@@ -97,7 +97,10 @@ class Mesh:
         return self._layout.coordinate(self.world.rank, axis)
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Group:
-        return Group(self, axes if isinstance(axes, tuple) else (axes,))
+        names = axes if isinstance(axes, tuple) else (axes,)
+        for name in names:
+            check_type("mesh[...]", name, str, 'the name of an axis, such as mesh["dp"], or several')
+        return Group(self, names)
 
     def sub(self, **fixed: int) -> SubMesh:
         """The part of the mesh with these coordinates, of which this rank must be: `mesh.sub(pp=0)`.

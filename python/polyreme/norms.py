@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from .arrays import Target, check_float, readable
+from .arrays import Target, check_distinct, check_float, readable
 from .checks import check_number
 from .errors import InvalidArgument
 from .group import Group
@@ -75,6 +75,7 @@ def clip_grad_norm(
     for place, array in enumerate(given):
         if array is not None:
             check_float(f"clip_grad_norm: array {place}", array, written=True)
+    check_distinct("clip_grad_norm", {f"array {i}": a for i, a in enumerate(given) if a is not None})
 
     norm = _core.ArrayNorm(None if group is None else group._mesh.world._core, order)
     for array, is_sharded in zip(given, flags, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from .checks import check_number, check_type
+from .checks import check_number, check_type, matching
 from .errors import InvalidArgument
 from .lr import Schedule
 
@@ -91,9 +91,7 @@ def _by_name(
 ) -> list[float]:
     """The value of the first pattern that matches a parameter's name, else its default."""
     names = [spec["name"] for spec in specs]
-    for pattern in rules:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise InvalidArgument(f"{what}: no parameter matches {pattern!r}; names are like {names[0]!r}")
+    matching(what, list(rules), names)
     return [
         next((value for pattern, value in rules.items() if fnmatch.fnmatchcase(name, pattern)), default)
         for name, default in zip(names, defaults, strict=True)

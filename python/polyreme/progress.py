@@ -9,7 +9,7 @@ import sys
 import time
 from typing import TextIO
 
-from .trainer import StepStats
+from .step_stats import StepStats
 
 __all__ = ["Progress"]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,13 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import _core
-from .arrays import Target, check_float, check_memory, dtype_name, readable
-from .checks import MAX_SEED, check_int, check_number, check_type
+from .arrays import Target, check_distinct, check_float, check_memory, check_not_freed, dtype_name, readable
+from .checks import MAX_SEED, check_int, check_number, check_type, matching
 from .errors import Error, InvalidArgument, NumericError
 from .group import Group
 from .loss_scaler import LossScaler
 from .norms import check_norm_type
 from .optim import AdamW, Optimizer
+from .optimizer_checks import check_alike, check_state, named_arrays
 from .precision import DTYPES, check_name
 
 __all__ = ["ShardedOptimizer", "UpdateStats"]
@@ -131,26 +130,28 @@ class ShardedOptimizer:
         self.group = group
         self._raises = nonfinite == "raise" or (nonfinite is None and loss_scaler is None)
         self._max_skips = check_int("ShardedOptimizer: max_skips", max_skips, 0)
-        self._params = _named("params", params)
+        self._params = named_arrays("params", params)
         self._places = {name: place for place, name in enumerate(self._params)}
         for name, array in self._params.items():
             check_float(f"ShardedOptimizer: parameter {name!r}", array, written=True)
+        check_distinct("ShardedOptimizer", {f"parameter {n!r}": a for n, a in self._params.items()})
         specs = [
             {"name": name, "shape": tuple(array.shape), "weight_decay": array.ndim >= 2}
             for name, array in self._params.items()
         ]
-        _check_patterns("frozen", frozen, list(self._params))
-        self._is_frozen = [any(fnmatch.fnmatchcase(name, f) for f in frozen) for name in self._params]
+        names_frozen = matching("ShardedOptimizer: frozen", frozen, list(self._params))
+        self._is_frozen = [name in names_frozen for name in self._params]
         if all(self._is_frozen):
             raise InvalidArgument("ShardedOptimizer: all parameters are frozen; nothing would be trained")
         order = check_norm_type("ShardedOptimizer: norm_type", norm_type)
-        more = _named("buffers", buffers)
+        more = named_arrays("buffers", buffers)
         for name, array in more.items():
             check_memory(f"ShardedOptimizer: buffer {name!r}", array, written=True)
         self._micro_batches = (
             0 if micro_batches is None else check_int("ShardedOptimizer: micro_batches", micro_batches, 1)
         )
         world = group._mesh.world
+        self._calls = world._calls
         self._core = _core.ShardedOptimizer(
             world._core,
             group._mesh._core,
@@ -177,7 +178,7 @@ class ShardedOptimizer:
         self._given: set[str] = set()
         self._attached = False
         self._multiplier = 1.0
-        _check_alike(group, more)
+        check_alike(group, more)
         for array in [*self._params.values(), *more.values()]:
             target = Target(array)
             group.broadcast(target.bytes())
@@ -276,7 +277,8 @@ class ShardedOptimizer:
         total = sum(counted) if counted else len(self._counts)
         lr = self.rule.lr_at(self.applied_steps + 1)
         scale = self.loss_scale
-        raw = self._core.step(lr=lr, loss_scale=scale, count=total, counted=bool(counted))
+        with self._calls("ShardedOptimizer.step"):
+            raw = self._core.step(lr=lr, loss_scale=scale, count=total, counted=bool(counted))
         self._counts = []
         if raw["count"] > 0:
             self._multiplier = 1.0 / (raw["count"] * scale)
@@ -356,14 +358,23 @@ class ShardedOptimizer:
         Raises:
             InvalidArgument: names or shapes that do not fit, all of them listed; nothing is changed then.
         """
-        loaded = self._agreed(lambda: self._checked_state(state))
+        loaded = self._agreed(
+            lambda: check_state(
+                state,
+                rule=self._rule_name(),
+                shapes={name: tuple(array.shape) for name, array in self._params.items()},
+                kinds={"weight": self._trainable()}
+                | {k: self._with_state(k) for k in self._core.state_kinds},
+                loss_scaler=self.loss_scaler,
+            )
+        )
         if self.loss_scaler is not None:
             self.loss_scaler.load_state_dict(state["loss_scaler"])
         for (kind, name), values in loaded.items():
             self._core.write(kind, self._places[name], np.ascontiguousarray(values, dtype=np.float32))
         self._core.set_updates([int(state["updates"][name]) for name in self._params])
         self.applied_steps = int(state["applied_steps"])
-        self._skips = 0
+        self._skips = int(state.get("skips", 0))  # earlier versions did not write it
         self._core.restart()
         self._counts, self._given = [], set()
         self._write_arrays()
@@ -375,10 +386,11 @@ class ShardedOptimizer:
         try:
             result = check()
         except Error as error:
-            with contextlib.suppress(InvalidArgument):
+            with contextlib.suppress(InvalidArgument), self._calls("ShardedOptimizer"):
                 self._core.agree(str(error))
             raise
-        self._core.agree("")
+        with self._calls("ShardedOptimizer"):
+            self._core.agree("")
         return result
 
     def _rule_name(self) -> str:
@@ -394,6 +406,7 @@ class ShardedOptimizer:
         return {
             "rule": self._rule_name(),
             "applied_steps": self.applied_steps,
+            "skips": self._skips,
             "updates": self.updates(),
             "loss_scaler": None if self.loss_scaler is None else self.loss_scaler.state_dict(),
         }
@@ -455,6 +468,8 @@ class ShardedOptimizer:
 
     def _checked_step(self, grads: Any, count: int | None) -> dict[str, Any] | None:
         """The gradients of the step's last micro-batch; None if all of its micro-batches have ended."""
+        for name, array in self._params.items():
+            check_not_freed(f"parameter {name!r}", array)
         found = self._gradients(grads)
         ends = bool(grads is not None or found or self._given or count is not None or not self._counts)
         if ends:
@@ -480,54 +495,14 @@ class ShardedOptimizer:
         self._given = set()
         self._counts.append(count)
 
-    def _checked_state(self, state: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
-        """The arrays of a state_dict by kind and name. Raises with all that is wrong."""
-        check_type("load_state_dict: state", state, Mapping, "what state_dict returns")
-        missing = {"rule", "applied_steps", "updates", "loss_scaler", "weight", "state"} - set(state)
-        if missing:
-            raise InvalidArgument(f"load_state_dict: the state lacks {', '.join(sorted(missing))}")
-        if state["rule"] != self._rule_name():
-            raise InvalidArgument(
-                f"load_state_dict: the state is of rule {state['rule']!r}, this optimizer has {self._rule_name()!r}"
-            )
-        check_int("load_state_dict: applied_steps", state["applied_steps"], 0)
-        for part in ("updates", "weight", "state"):
-            check_type(f"load_state_dict: {part}", state[part], Mapping, "a dictionary")
-        wanted = {"weight": self._trainable()} | {k: self._with_state(k) for k in self._core.state_kinds}
-        parts = {"weight": state["weight"], **state["state"]}
-        problems = [f"this rule has no {kind}" for kind in parts if kind not in wanted]
-        problems += [
-            f"the updates of {name!r} are missing" for name in self._params if name not in state["updates"]
-        ]
-        for kind, names in wanted.items():
-            have = parts.get(kind, {})
-            problems += [f"{kind} of {name!r} is missing" for name in names if name not in have]
-            problems += [f"{kind} of {name!r} belongs to no parameter" for name in have if name not in names]
-            for name in names:
-                shape = tuple(self._params[name].shape)
-                if name in have and np.shape(have[name]) != shape:
-                    problems.append(f"{kind} of {name!r} has shape {np.shape(have[name])}; expected {shape}")
-                elif name in have and np.asarray(have[name]).dtype.kind not in "fiu":
-                    problems.append(
-                        f"{kind} of {name!r} is of {np.asarray(have[name]).dtype}; expected numbers"
-                    )
-        if (state["loss_scaler"] is None) != (self.loss_scaler is None):
-            problems.append("one of both has a loss scaler, the other none")
-        if problems:
-            raise InvalidArgument(f"load_state_dict: {'; '.join(problems)}. Nothing was changed")
-        for name in self._params:
-            check_int(f"load_state_dict: updates of {name!r}", state["updates"][name], 0)
-        if self.loss_scaler is not None:
-            self.loss_scaler._check(state["loss_scaler"])
-        return {(kind, name): parts[kind][name] for kind, names in wanted.items() for name in names}
-
     def _read(self, kind: str, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
         out = {
             name: np.empty(tuple(self._params[name].shape), np.float32)
             for name in names
             if self._place(name) >= 0
         }
-        self._core.read(kind, [out.get(name) for name in self._params])
+        with self._calls("ShardedOptimizer"):
+            self._core.read(kind, [out.get(name) for name in self._params])
         return out
 
     def _write_arrays(self) -> None:
@@ -544,44 +519,3 @@ class ShardedOptimizer:
         name = list(self._params)[raw["culprit_param"]]
         rank = self.group.ranks[raw["culprit_rank"]]
         return f"the gradient of {name!r} is not finite on rank {rank} (the first such parameter and rank)"
-
-
-def _named(what: str, arrays: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    pairs = list(arrays.items() if isinstance(arrays, Mapping) else arrays)
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise InvalidArgument(
-                f"ShardedOptimizer: {what}: expected names to arrays, or pairs of a name and an array;"
-                f" got a {type(pair).__name__}"
-            )
-    named = dict(pairs)
-    if len(named) != len(pairs):
-        twice = next(name for name, _ in pairs if sum(name == other for other, _ in pairs) > 1)
-        raise InvalidArgument(f"ShardedOptimizer: {what}: the name {twice!r} comes twice")
-    if what == "params" and not named:
-        raise InvalidArgument("ShardedOptimizer: there are no parameters")
-    return named
-
-
-def _check_alike(group: Group, buffers: Mapping[str, Any]) -> None:
-    """That all ranks have the same names, shapes and dtypes. Collective."""
-    texts = [f"{name!r}: {dtype_name(array)}{list(array.shape)}" for name, array in buffers.items()]
-    facts = [f"{len(texts)} buffers"], texts
-    for here in facts:
-        own = np.array([zlib.crc32(text.encode()) for text in here], np.int64)
-        low, high = group.all_reduce(own, "min"), group.all_reduce(own, "max")
-        different = [text for text, low_, high_ in zip(here, low, high, strict=True) if low_ != high_]
-        if different:
-            raise InvalidArgument(
-                f"ShardedOptimizer: the ranks have different buffers; here: {'; '.join(different)}"
-            )
-
-
-def _check_patterns(what: str, patterns: Sequence[str], names: list[str]) -> None:
-    if isinstance(patterns, str):
-        raise InvalidArgument(f"ShardedOptimizer: {what}={patterns!r}; expected a list of patterns of names")
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            raise InvalidArgument(
-                f"ShardedOptimizer: {what}: no parameter matches {pattern!r}; names are like {names[0]!r}"
-            )

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import hashlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _core, optim
-from .batch import joined_batch, token_array
+from .batch import as_array, joined_batch, token_array
 from .checkpoint import Checkpointer, Restored
 from .checkpoint.training import TrainerState
-from .checks import MAX_SEED, check_int, check_number, check_type
+from .checks import MAX_SEED, check_int, check_number, check_type, matching
 from .data import TokenDataset
 from .errors import InvalidArgument, NotAvailable
 from .layout import lanes_to_verify, layout_to_verify
@@ -26,48 +25,14 @@ from .mesh import Mesh
 from .models import Model
 from .precision import DTYPES, Precision
 from .schedule import FixedSchedule, Schedule, ScheduleKind, one_f_one_b
+from .step_stats import StepStats
 from .verification import StepRecorder, precision_to_verify
 from .world import Lanes
 from .zero import Zero
 
-__all__ = ["StepStats", "Trainer"]
+__all__ = ["Trainer"]
 
 _SKIPS: dict[str | int, Any] = {"raise": 0, "skip": -1}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepStats:
-    """What one step reports; the same on every rank, times apart.
-
-    loss: mean over the valid tokens of the global batch.
-    grad_norm: 2-norm of the whole gradient before clipping.
-    lr: learning rate that was applied, or would have been.
-    loss_scale: factor of the loss in this step; loss and grad_norm are without it.
-    skipped: the gradient or the loss was not finite, or no token of the batch had a target; nothing has changed, and
-        `step` has not advanced.
-    not_finite: where `skipped` for that, the first parameter and the first rank with such a gradient.
-    tokens: of the global batch. valid_tokens: those with a target.
-    mfu: model FLOPs per second over the measured rate (`Trainer.peak_flops`), or None.
-    validation_loss: where `fit` evaluated after this step, else None.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    valid_tokens: int
-    seconds: float
-    loss_scale: float = 1.0
-    skipped: bool = False
-    not_finite: str = ""
-    mfu: float | None = None
-    validation_loss: float | None = None
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of the global batch over the seconds of the step."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 class Trainer:
@@ -131,13 +96,7 @@ class Trainer:
         check_every: int = 0,
     ) -> None:
         check_type("model", model, Model, "a polyreme.models.GPT or Llama")
-        check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
-        for axis in mesh.order:
-            if axis not in ("dp", "pp", "tp") and mesh.size(axis) > 1:
-                raise NotAvailable(
-                    f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp, tp and pp only; use"
-                    f" pr.Mesh(world, dp={mesh.world.size})"
-                )
+        _check_mesh(mesh)
         check_type("optimizer", optimizer, optim.Optimizer, "a rule such as polyreme.AdamW()")
         if lanes is not None:
             check_type("lanes", lanes, Lanes, "a polyreme.Lanes, such as Lanes(dp=4), or None")
@@ -161,45 +120,53 @@ class Trainer:
         self.micro_batch = micro_batch
         self.seed = seed
         self.precision = precision
-        self._micro_batch = micro_batch
         self.zero = zero
         self.check_every = check_int("check_every", check_every, 0)
-        self.frozen = _matching(self.parameter_names(), frozen)
+        self.frozen = matching("frozen", frozen, self.parameter_names())
         self.peak_flops: float | None = None
-        self.schedule = lists = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
-        self._engine = _core.Engine(
-            mesh.world._core,
-            mesh._core,
-            model._config(precision),
-            global_batch=global_batch,
-            micro_batch=micro_batch,
+        self.schedule = _pipeline(mesh, schedule, global_batch, micro_batch, lanes.dp)
+        self._engine = self._make_engine(
+            lanes, clip_norm or 0.0, _SKIPS.get(on_nonfinite, on_nonfinite), split
+        )
+        self.lanes = replace(lanes, dp=self._engine.lanes_dp, tp=self._engine.lanes_tp)
+        self._calls = mesh.world._calls
+        self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints
+        self._compared_batches = False
+        self._recorder = StepRecorder.from_environment(mesh.world.rank)
+
+    def _make_engine(
+        self, lanes: Lanes, clip_norm: float, max_skipped: Any, split: Sequence[int] | None
+    ) -> _core.Engine:
+        zero, lists = self.zero, self.schedule
+        return _core.Engine(
+            self.mesh.world._core,
+            self.mesh._core,
+            self.model._config(self.precision),
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
             lanes_dp=lanes.dp or 0,
             lanes_tp=lanes.tp or 0,
-            seed=seed,
-            clip_norm=clip_norm or 0.0,
+            seed=self.seed,
+            clip_norm=clip_norm,
             zero_stage=zero.stage,
             shard_size=zero.shard_size or 0,
             bucket_bytes=zero.bucket_bytes,
             overlap=zero.overlap,
             round_first=lanes.order == "round_first",
-            gradient_dtype=DTYPES[precision.gradients],
+            gradient_dtype=DTYPES[self.precision.gradients],
             prefetch=zero.prefetch,
             persist_below=zero.persist_below,
             gather_for_step=zero._gather_for_step(lists is not None),
-            loss_scale=_core.LossScalerOptions(**asdict(precision.scaling())),
-            max_skipped=_SKIPS.get(on_nonfinite, on_nonfinite),
+            loss_scale=_core.LossScalerOptions(**asdict(self.precision.scaling())),
+            max_skipped=max_skipped,
             optimizer={
-                **optimizer.core_options(model.param_specs()),
+                **self.optimizer.core_options(self.model.param_specs()),
                 "trainable": [int(name not in self.frozen) for name in self.parameter_names()],
                 "offload": zero.offload,
             },
             schedule=lists._core if lists is not None else None,
             split=_split(split, lists),
         )
-        self.lanes = replace(lanes, dp=self._engine.lanes_dp, tp=self._engine.lanes_tp)
-        self._data_facts: dict[str, Any] | None = None  # of what fit has trained on, for checkpoints
-        self._compared_batches = False
-        self._recorder = StepRecorder.from_environment(mesh.world.rank)
 
     # ---- steps ----
 
@@ -247,16 +214,21 @@ class Trainer:
         lengths: list[int] = []
         given: tuple[Any, Any] = (tokens, targets)
         try:
-            if isinstance(tokens, (list, tuple)) and tokens and np.ndim(tokens[0]) == 2:
+            if isinstance(tokens, (list, tuple)) and tokens and as_array(tokens[0], "tokens").ndim == 2:
                 *joined, lengths = joined_batch(tokens, targets, self.model.seq_len, self._micro_rows())
                 given = (joined[0], joined[1])
             arrays = token_array(given[0], "tokens"), token_array(given[1], "targets")
+            if arrays[0].shape != arrays[1].shape:
+                raise InvalidArgument(
+                    f"tokens have shape {list(arrays[0].shape)}, targets {list(arrays[1].shape)}; they must be equal"
+                )
         except InvalidArgument:
             nothing = np.zeros((0, 0), np.int32)
-            with contextlib.suppress(InvalidArgument):
+            with contextlib.suppress(InvalidArgument), self._calls("step"):
                 self._engine.train_batch(nothing, nothing, lr)  # which it refuses, on all ranks
             raise
-        raw = self._engine.train_batch(*arrays, lr, lengths)
+        with self._calls("step"):
+            raw = self._engine.train_batch(*arrays, lr, lengths)
         seconds = time.perf_counter() - start
         if not self._compared_batches:
             self._warn_of_equal_batches(*arrays)
@@ -266,7 +238,7 @@ class Trainer:
         """Samples of each of this rank's micro-batches, in order."""
         lanes = self.lanes.dp or 1
         samples = self.global_batch // lanes
-        sizes = [min(self._micro_batch, samples - begin) for begin in range(0, samples, self._micro_batch)]
+        sizes = [min(self.micro_batch, samples - begin) for begin in range(0, samples, self.micro_batch)]
         return sizes * (lanes // self.mesh.size("dp"))
 
     def _warn_of_equal_batches(self, tokens: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
@@ -306,7 +278,7 @@ class Trainer:
             validation: evaluated every `validate_every` steps (0: never between) and after the last one.
             validation_samples: samples of one evaluation; default: all.
             checkpoints: saves as it says, and after the last step. The place in the order of samples is part of
-                the checkpoint: it is the number of updates.
+                the checkpoint: it is the number of steps, skipped ones included.
 
         Raises:
             InvalidArgument: data that does not fit the model, or has fewer samples than global_batch.
@@ -345,7 +317,8 @@ class Trainer:
             position = self.applied_steps + self.skipped_steps
             lr = self.optimizer.lr_at(self.applied_steps + 1)
             start = self._begin()
-            raw = self._engine.train_step(data._core, order, position, lr)
+            with self._calls("fit"):
+                raw = self._engine.train_step(data._core, order, position, lr)
             stats = self._stats(raw, lr, time.perf_counter() - start)
             due = stats.step == steps or (validate_every > 0 and stats.step % validate_every == 0)
             due = due and not stats.skipped
@@ -399,7 +372,8 @@ class Trainer:
         count = data.num_samples
         if num_samples is not None:
             count = min(count, check_int("evaluate: num_samples", num_samples, 1, otherwise="None for all"))
-        return float(self._engine.evaluate(data._core, 0, count)["loss"])
+        with self._calls("evaluate"):
+            return float(self._engine.evaluate(data._core, 0, count)["loss"])
 
     def _check_data(self, data: TokenDataset) -> None:
         check_type("data", data, TokenDataset, "a polyreme.data.TokenDataset")
@@ -424,7 +398,7 @@ class Trainer:
         flops = self.model.flops_per_token() * raw["tokens"]
         mfu = flops / seconds / self.peak_flops if self.peak_flops and seconds > 0 else None
         if self.check_every and self.applied_steps % self.check_every == 0:
-            self._engine.check_replicas()
+            self.check_replicas()
         stats = StepStats(step=self.applied_steps, lr=lr, seconds=seconds, mfu=mfu, **raw)
         if self._recorder is not None:
             self._recorder.record(self, stats)
@@ -437,15 +411,17 @@ class Trainer:
 
         Collective along pp and tp, whose ranks give the same tokens, and with zero=3, where the ranks gather weights together; local otherwise.
         """
-        return self._engine.logits(token_array(tokens, "tokens"))
+        array = token_array(tokens, "tokens")
+        with self._calls("logits"):
+            return self._engine.logits(array)
 
     def parameter(self, name: str) -> NDArray[np.float32]:
         """A copy of a parameter as the model reads it, in fp32. Collective along pp and tp, and with zero=3."""
-        return self._engine.read_param(name, "weight")
+        return self._read(name, "weight")
 
     def master_parameter(self, name: str) -> NDArray[np.float32]:
         """A copy of a parameter as the optimizer updates it, in fp32. Collective along pp and tp, and from zero=1 on."""
-        return self._engine.read_param(name, "master")
+        return self._read(name, "master")
 
     def set_parameter(self, name: str, values: ArrayLike) -> None:
         """Overwrites a parameter; every rank must give the same values.
@@ -459,17 +435,18 @@ class Trainer:
             raise InvalidArgument(
                 f"parameter {name!r} has shape {shapes[name]}; the values have {array.shape}"
             )
-        self._engine.write_param(name, array)
+        with self._calls("set_parameter"):
+            self._engine.write_param(name, array)
 
     def gradient(self, name: str) -> NDArray[np.float32]:
         """The gradient of the last step, over all ranks, before clipping. Collective along pp and tp, and unless zero=0."""
-        return self._engine.read_param(name, "grad")
+        return self._read(name, "grad")
 
     def optimizer_state(self, name: str, kind: str) -> NDArray[np.float32]:
         """State of a parameter: "exp_avg", "exp_avg_sq" (AdamW) or "momentum" (SGD). Collective along pp and tp, and unless
         zero=0.
         """
-        return self._engine.read_param(name, kind)
+        return self._read(name, kind)
 
     def check_replicas(self) -> None:
         """Compares what several ranks hold alike, weights and optimizer state: a hash of each tensor. Collective.
@@ -479,16 +456,17 @@ class Trainer:
         Raises:
             NumericError: on every rank, naming a tensor and the ranks that have it otherwise than most.
         """
-        self._engine.check_replicas()
+        with self._calls("check_replicas"):
+            self._engine.check_replicas()
 
     def memory(self, *, step: bool = False, host: bool = False) -> dict[str, int]:
         """Bytes of this rank by what they are for, computed from how parameters are divided; not collective.
 
         Without `step`, what stays between steps: weights, masters (fp32, of 16-bit weights), gradients, tied gradients (of a tied parameter's
-        further uses), lane buffers (partial sums of a rank that has several lanes), moments. With it, also the
-        most that a step adds at once: gather window (zero=3), buckets (zero=2 and 3, gradients that are not
-        reduced yet), rounded gradients (what `Precision.gradients` makes of them), visiting moments (of one unit,
-        with `Zero.offload`). With `host`, what is in host memory instead: moments. Activations and the communicators' staging are not among them.
+        further uses), lane buffers (partial sums of a rank that has several lanes), moments, shared weights (along pp, copies
+        of what another stage owns). With it, also the most that a step adds at once: gather window (zero=3), buckets
+        (zero=2 and 3, gradients that are not reduced yet), rounded gradients (what `Precision.gradients` makes of
+        them), visiting moments (of one unit, with `Zero.offload`), shared gradients (along pp). With `host`, what is in host memory instead: moments. Activations and the communicators' staging are not among them.
 
         Example:
             >>> sum(trainer.memory().values()) / trainer.num_parameters  # doctest: +SKIP
@@ -497,9 +475,23 @@ class Trainer:
         terms = self._engine.memory()
         return {name: size for name, size, stays, there in terms if there == host and (stays or step)}
 
+    def _read(self, name: str, kind: str) -> NDArray[np.float32]:
+        with self._calls(f"reading {kind} of {name!r}"):
+            return self._engine.read_param(name, kind)
+
     def parameter_names(self) -> list[str]:
         """The names of all parameters, in order."""
         return [spec["name"] for spec in self.model.param_specs()]
+
+
+def _check_mesh(mesh: Mesh) -> None:
+    check_type("mesh", mesh, Mesh, "a polyreme.Mesh")
+    for axis in mesh.order:
+        if axis not in ("dp", "pp", "tp") and mesh.size(axis) > 1:
+            raise NotAvailable(
+                f"mesh axis {axis}={mesh.size(axis)}: the Trainer of this version trains along dp, tp and pp only; use"
+                f" pr.Mesh(world, dp={mesh.world.size})"
+            )
 
 
 def _pipeline(
@@ -531,14 +523,3 @@ def _split(split: Sequence[int] | None, lists: Schedule | None) -> list[int]:
             "split: there is no pipeline to split the model for; use pp > 1, or give a schedule"
         )
     return [check_int("split: blocks of a chunk", blocks, 0) for blocks in split]
-
-
-def _matching(names: list[str], patterns: Sequence[str]) -> frozenset[str]:
-    """The names that match a pattern, as in fnmatch."""
-    if isinstance(patterns, str):
-        raise InvalidArgument(f"frozen={patterns!r}; expected a list of patterns, such as ['wte.*']")
-    for pattern in patterns:
-        check_type("frozen", pattern, str, "patterns of names, such as 'wte.*'")
-        if not fnmatch.filter(names, pattern):
-            raise InvalidArgument(f"frozen: no parameter matches {pattern!r}; names are like {names[0]!r}")
-    return frozenset(name for name in names for pattern in patterns if fnmatch.fnmatchcase(name, pattern))

@@ -23,7 +23,8 @@ from .layout import AXES, LANES_VARIABLE, LAYOUT_VARIABLE
 from .precision import Precision
 
 if TYPE_CHECKING:
-    from .trainer import StepStats, Trainer
+    from .step_stats import StepStats
+    from .trainer import Trainer
 
 __all__ = [
     "Difference",

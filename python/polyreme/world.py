@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
@@ -49,6 +52,30 @@ class Lanes:
                 object.__setattr__(self, axis, lanes)
 
 
+class OneCaller:
+    """Lets one thread of a rank at a time into what its ranks do together: `with calls("all_reduce"):`.
+
+    Calls meet those of other ranks in the order in which they are made, which two threads leave to chance.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = ""
+
+    @contextlib.contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise InvalidArgument(
+                f"{what}: this rank is inside of {self._inside}, in another thread or around this call; what ranks do"
+                " together has one order: call it from one thread, one after the other"
+            )
+        self._inside = what
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
 class World:
     """All ranks of the job, with this rank's device. Made by `init`.
 
@@ -57,6 +84,7 @@ class World:
 
     def __init__(self, core: _core.World, local_rank: int = 0, local_size: int = 1) -> None:
         self._core = core
+        self._calls = OneCaller()
         self.local_rank = local_rank
         self.local_size = local_size
         # At the end of the process in reverse order. Collectives in flight use memory of Python: they end
@@ -91,7 +119,9 @@ class World:
         Raises:
             Timeout: after `timeout_s`, naming the missing ranks.
         """
-        self._core.barrier(timeout_s=check_timeout("barrier: timeout_s", timeout_s))
+        timeout_s = check_timeout("barrier: timeout_s", timeout_s)
+        with self._calls("barrier"):
+            self._core.barrier(timeout_s=timeout_s)
 
     @property
     def failure(self) -> str:

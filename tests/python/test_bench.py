@@ -231,7 +231,7 @@ def test_comm_json():
         (op, size) for size in (8, 4096) for op in ops
     ]
     for row in result["rows"]:
-        assert set(row["bus_gb_s"]) == set(row["seconds"]) == {"polyreme", "staged"}
+        assert set(row["bus_gb_s"]) == set(row["seconds"]) == {"polyreme", "staged", "copy"}
         for who, seconds in row["seconds"].items():
             low, high = row["spread"][who]
             assert 0 < low <= seconds <= high
@@ -247,7 +247,7 @@ def test_comm_against_gloo():
     import reference  # noqa: F401  (skips where PyTorch is missing)
 
     for row in bench_comm("--against", "gloo")["rows"]:
-        assert set(row["seconds"]) == set(row["bus_gb_s"]) == {"polyreme", "staged", "gloo"}
+        assert set(row["seconds"]) == set(row["bus_gb_s"]) == {"polyreme", "staged", "copy", "gloo"}
 
 
 def test_comm_against_open_mpi():
@@ -257,7 +257,7 @@ def test_comm_against_open_mpi():
         pytest.skip(str(error))
     result = bench_comm("--against", "mpi")
     for row in result["rows"]:
-        assert set(row["seconds"]) == set(row["bus_gb_s"]) == {"polyreme", "staged", "mpi"}
+        assert set(row["seconds"]) == set(row["bus_gb_s"]) == {"polyreme", "staged", "copy", "mpi"}
         assert row["seconds"]["mpi"] > 0
     assert "mpi" in "\n".join(render_comm(result))
 

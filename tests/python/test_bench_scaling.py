@@ -87,6 +87,23 @@ def test_efficiency_is_per_rank_and_repeat_by_repeat():
         assert row["tokens_per_s"] == pytest.approx(row["batch"] * MODEL.seq_len / row["seconds"])
 
 
+def test_copies_tell_what_the_machine_keeps():
+    opts = options(zeros=(0, 1), repeats=3, copies=True)
+    copies = [case for case in opts.cases() if case.copies]
+    assert [(case.size, case.batch, case.zero) for case in copies] == [(2, 2, 0), (4, 2, 0)]
+    seconds = {(1, False): 1.0, (2, True): 1.25, (4, True): 1.25, (2, False): 1.5, (4, False): 1.5}
+    rows = summarise(opts, turns_of(opts, lambda c, r: seconds[c.size, c.copies]))
+    for row in rows:
+        if row["size"] == 1:
+            assert row["copies"] is row["of_copies"] is None
+            continue
+        assert row["copies"] == pytest.approx([0.8] * 3)
+        assert row["of_copies"] == pytest.approx([1.25 / 1.5] * 3)
+        assert row["efficiency"] == pytest.approx(1 / 1.5)
+    text = "\n".join(render_scaling(settings_of(opts), rows))
+    assert "83.3% (83.3 - 83.3%) of 4 jobs of one rank at once, which have an efficiency of 80.0%" in text
+
+
 def test_ratio_of_a_later_series_to_the_first():
     opts = options(zeros=(0, 1), repeats=3)
     turns = turns_of(opts, lambda c, r: 2.0 if c.zero else 1.0)
@@ -205,12 +222,15 @@ def test_alone_it_starts_its_own_ranks(tmp_path):
 @pytest.mark.mp
 def test_in_a_job_it_uses_its_ranks():
     """More ranks than this machine may have CPUs: sizes in between are measured while the others sleep."""
-    done = polyreme(
-        "run", "-n", 3, "-m", "polyreme", "bench", "scaling", *TINY, "--repeats", 2, "--batch", 1, "--json"
-    )
+    tiny = [*TINY, "--repeats", 2, "--batch", 1, "--copies", "--json"]
+    done = polyreme("run", "-n", 3, "-m", "polyreme", "bench", "scaling", *tiny)
     assert done.returncode == 0, done.stderr
-    settings, _ = check(json_lines(done.stdout), sizes=[1, 2, 3])
+    records = json_lines(done.stdout)
+    copies = [record for record in records if record.get("copies") is True]
+    assert [turn["size"] for turn in copies[1:]] == 2 * [2, 3]  # the first record has the settings
+    settings, rows = check([record for record in records if record not in copies[1:]], sizes=[1, 2, 3])
     assert settings["ranks"] == 3
+    assert all(row["of_copies"][0] > 0 for row in rows[1:])
 
 
 @pytest.mark.mp
@@ -333,6 +353,7 @@ def test_under_open_mpi():
         ),
         (["--sizes", "2,1"], 2, ["--sizes 2,1", "ascending"]),
         (["--sizes", "0,1"], 2, ["--sizes 0,1", "ascending"]),
+        (["--sizes", "2,4", "--copies"], 2, ["--copies", "--sizes 1,2"]),
         (["--sizes", "two"], 2, ["--sizes two", "1,2"]),
         (["--kinds", "weak,big"], 2, ["--kinds weak,big", "weak, strong"]),
         (["--kinds", "weak,weak"], 2, ["--kinds weak,weak", "different"]),

@@ -6,13 +6,14 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 
 import numpy as np
 import polyreme as pr
 import pytest
-from helpers import alone, refused
+from helpers import alone, clean_environment, refused
 from polyreme import _core
 from polyreme.checkpoint import ArrayPart, complete_steps, latest_step, read_manifest
 from polyreme.checkpoint import directory as names
@@ -433,9 +434,13 @@ def test_two_jobs_in_one_directory(tmp_path):
     world = alone()
     first = pr.Checkpointer(tmp_path, world=world)
     first.save(cut(world, 1), step=1, extras={"at": 1})
-    words = ["another job", str(os.getpid()), "host"]
     second = pr.Checkpointer(tmp_path, world=world)
-    refused(pr.CheckpointError, words, lambda: second.save(cut(world, 2), step=2))
+    refused(pr.CheckpointError, ["this process", "close()"], lambda: second.save(cut(world, 2), step=2))
+    saved = "import polyreme as pr; pr.Checkpointer('.', world=pr.init()).save({}, step=2)"
+    command = [sys.executable, "-c", saved]
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
+    for word in ("another job", str(os.getpid()), "host", "end the other one"):
+        assert word in done.stderr
     assert load(tmp_path) == 1  # which needs no lock
     first.close()
     second.save(cut(world, 2), step=2)

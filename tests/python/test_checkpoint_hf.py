@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 
 import numpy as np
 import polyreme as pr
@@ -68,6 +69,23 @@ def test_out(tmp_path, kind, options, shard_bytes):
         checkpoints.load(again, weights_only=True)
     for name in trainer.parameter_names():
         assert trainer.parameter(name).tobytes() == again.parameter(name).tobytes(), name
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path):
+    with pr.Checkpointer(tmp_path / "own") as checkpoints:
+        checkpoints.save(trainer_of(make("GPT")))
+    files = CheckpointFiles(str(tmp_path / "own"), 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9000, hard))  # as a disk that is full after some files
+    try:
+        refused(
+            pr.CheckpointError, [".safetensors"], lambda: export_hf(files, tmp_path / "hf", shard_bytes=4000)
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == ["own"]
+    export_hf(files, tmp_path / "hf")
+    refused(pr.CheckpointError, ["exists already"], lambda: export_hf(files, tmp_path / "hf"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

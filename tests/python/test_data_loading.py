@@ -65,6 +65,35 @@ def test_o_dl_02_the_next_sample_is_the_one_after_the_last(tmp_path):
     assert run(data, tmp_path / "runs", 2, 3, 4, 5, 10, global_batch=4) == expected
 
 
+def test_o_dl_01_a_skipped_batch_is_not_taken_again(tmp_path):
+    data = dataset(tmp_path, 40)
+    _, ids = losses_of_ids(data, 3, 4)
+
+    def trainer_of(world):
+        return make_trainer(world, MODEL, global_batch=4, seed=3, on_nonfinite=2)
+
+    def fitted(world):
+        trainer = trainer_of(world)
+        name = "h.0.ln_1.weight"
+        weight = trainer.parameter(name)
+        trainer.set_parameter(name, np.full_like(weight, np.nan))
+        found = []
+        for stats in trainer.fit(data, steps=2):
+            if stats.skipped:
+                trainer.set_parameter(name, weight)
+            found.append((stats.skipped, stats.loss))
+        return found
+
+    def fed(world):
+        trainer = trainer_of(world)
+        parts = [[np.stack(a) for a in zip(*(data[i] for i in step), strict=True)] for step in ids[1:]]
+        return [(False, trainer.step(*part).loss) for part in parts]
+
+    skipped, *rest = run_ranks(1, fitted)[0]
+    assert skipped[0]
+    assert rest == run_ranks(1, fed)[0]
+
+
 def test_o_dl_04_nobody_who_loads_is_part_of_the_state(tmp_path, monkeypatch):
     """There are no workers to count: samples come from a mapped file. Ranks and threads may change."""
     data = dataset(tmp_path, 24)

@@ -227,12 +227,39 @@ def test_error_of_the_tokenizer_leaves_no_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+def test_what_is_no_token_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "text").write_text("the only copy")
+    for name in ("fifo", "text"):
+        with pytest.raises(TokenFileError, match="there and not a token file; it is left as it is"):
+            write_tokens(tmp_path / name, [b"abc"], vocab_size=257)
+    assert (tmp_path / "fifo").is_fifo()
+    assert (tmp_path / "text").read_text() == "the only copy"
+    assert sorted(os.listdir(tmp_path)) == ["fifo", "text"]
+
+
+def test_an_empty_file_and_a_token_file_are_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "t.bin"
+    target.touch()
+    for text in (b"abc", b"d"):
+        write_tokens(target, [text], vocab_size=257)
+        assert read_info(target).num_tokens == len(text)
+
+
+@pytest.mark.parametrize("val_fraction", [0.0, 0.5])
+def test_no_document_is_overwritten_by_what_is_made_of_it(tmp_path: Path, val_fraction: float) -> None:
+    for name in ("a.txt", "b.val.txt"):
+        (tmp_path / name).write_text("the only copy")
+    out = "b.txt" if val_fraction else "a.txt"
+    with pytest.raises(TokenFileError, match="left as it is: give another path"):
+        prepare_bytes([str(tmp_path)], str(tmp_path / out), val_fraction=val_fraction)
+    assert all(path.read_text() == "the only copy" for path in tmp_path.iterdir())
+
+
+def test_the_header_of_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(TokenFileError, match="not a regular file"):
-        write_tokens(tmp_path / "fifo", [b"abc"], vocab_size=257)
-    assert (tmp_path / "fifo").is_fifo()
-    assert os.listdir(tmp_path) == ["fifo"]
+        read_info(tmp_path / "fifo")
 
 
 def test_a_token_file_error_is_an_invalid_argument(tmp_path: Path) -> None:

@@ -278,3 +278,56 @@ def test_bad_arrays_are_refused_before_anything_is_sent():
         group.barrier(20)
 
     ranks(2, body)
+
+
+def test_f43_a_second_thread_is_refused():
+    """Which call of another rank it would meet is left to chance."""
+
+    def body(world, group):
+        entered, refusals = threading.Event(), []
+
+        def second():
+            entered.wait()
+            while not refusals:
+                try:
+                    group.all_reduce(np.full(4, 100.0))
+                except pr.InvalidArgument as error:
+                    refusals.append(str(error))
+
+        if group.rank == 0:
+            thread = threading.Thread(target=second)
+            thread.start()
+            with world._calls("all_reduce"):  # as long as it takes
+                entered.set()
+                thread.join()
+            assert "inside of all_reduce" in refusals[0]
+            assert "from one thread" in refusals[0]
+        return group.all_reduce(np.full(4, group.rank + 1.0)).tolist()
+
+    assert ranks(2, body) == [[3.0] * 4] * 2
+
+
+def test_sizes_may_come_from_an_iterator():
+    def body(world, group):
+        mine = np.full((group.rank + 1, 2), group.rank)
+        assert group.all_gather(mine, rows=iter([1, 2])).tolist() == [[0, 0], [1, 1], [1, 1]]
+        sent = group.all_to_all(np.full(2, group.rank), send_rows=iter([1, 1]), receive_rows=iter([1, 1]))
+        assert sent.tolist() == [0, 1]
+
+    ranks(2, body)
+
+
+def test_tensors_that_require_gradients_and_what_is_no_array():
+    torch = pytest.importorskip("torch")
+
+    def body(world, group):
+        tensor = torch.ones(3, requires_grad=True)
+        assert group.all_reduce(tensor).tolist() == [2.0] * 3
+        out = np.empty(3, np.float32)
+        assert group.all_reduce(tensor, out=out).tolist() == [2.0] * 3
+        meta = torch.ones(3, device="meta")
+        refused(pr.InvalidArgument, lambda: group.all_reduce(meta), "dense memory of the CPU")
+        refused(pr.InvalidArgument, lambda: group.all_reduce(out, out=[0, 0]), "out is a list")
+        refused(pr.InvalidArgument, lambda: pr.Mesh(world)[0], "the name of an axis")
+
+    ranks(2, body)

@@ -184,6 +184,34 @@ def test_what_recompute_saves():
     assert 0 < more[0] < 0.5 * more[1]
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_memory_of_a_weight_that_two_stages_share(zero):
+    """The last stage has a copy of the tied embedding; while a step runs both have its gradients by lane."""
+    model = pr.models.GPT(layers=2, hidden=64, heads=4, vocab=1024, seq_len=8)
+
+    def run(world):
+        before = world.memory()["in_use_bytes"]
+        mesh = pr.Mesh(world, pp=2)
+        options = dict(global_batch=8, lanes=pr.Lanes(dp=4), zero=zero)
+        trainer = pr.Trainer(model, mesh, optimizer=pr.AdamW(), **options)
+        rows = 8 // mesh.size("dp")
+        part = slice(mesh.coordinate("dp") * rows, (mesh.coordinate("dp") + 1) * rows)
+        tokens, targets = batches(1, 8, model)[0]
+        trainer.step(tokens[part], targets[part])
+        kept = world.memory()["in_use_bytes"] - before
+        world._core.reset_peak_memory()
+        trainer.step(tokens[part], targets[part])
+        peak = world.memory()["peak_bytes"] - before
+        return mesh.coordinate("pp"), kept, peak, trainer.memory(), trainer.memory(step=True)
+
+    tied = 4 * model.vocab * model.hidden
+    for stage, kept, peak, terms, all_terms in run_ranks(4, run):
+        assert terms["shared weights"] == (tied if stage == 1 else 0)
+        assert kept == pytest.approx(sum(terms.values()), rel=0.02)
+        assert all_terms["shared gradients"] == 2 * tied * (2 if stage == 0 else 1)  # two lanes a rank
+        assert 0.7 * sum(all_terms.values()) < peak < 1.1 * sum(all_terms.values())
+
+
 def test_weights_of_stage_3_are_gathered_once_a_step_unless_asked_otherwise():
     def run(world, gather, pp=2):
         trainer = pr.Trainer(
@@ -250,6 +278,7 @@ def train_ragged(world, model=MODEL, *, pp=1, tp=1, **options):
 
 
 PAIRED = pr.models.Llama(layers=6, hidden=16, heads=2, kv_heads=2, vocab=31, seq_len=12)
+WITH_POSITIONS = pr.models.GPT(layers=2, hidden=16, heads=2, vocab=31, seq_len=12)
 
 
 @functools.cache
@@ -286,10 +315,12 @@ def test_o_pp_04_is_the_token_mean_of_what_is_there():
     np.testing.assert_allclose(apart[2], whole[2], atol=1e-7)
 
 
-@pytest.mark.parametrize("ranks, pp", [(4, 2), (8, 2), (8, 4)])
-def test_o_pp_05_lengths_with_tp_and_pp_differ_by_micro_batch_and_rank_of_dp(ranks, pp):
-    results = run_ranks(ranks, lambda world: train_ragged(world, PAIRED, pp=pp, tp=2))
-    assert results == [one_ragged_rank(PAIRED, 2)] * ranks
+@pytest.mark.parametrize(
+    "ranks, pp, model", [(4, 2, PAIRED), (8, 2, PAIRED), (8, 4, PAIRED), (2, 1, WITH_POSITIONS)]
+)
+def test_o_pp_05_lengths_with_tp_and_pp_differ_by_micro_batch_and_rank_of_dp(ranks, pp, model):
+    results = run_ranks(ranks, lambda world: train_ragged(world, model, pp=pp, tp=2))
+    assert results == [one_ragged_rank(model, 2)] * ranks
 
 
 def test_what_is_wrong_with_a_list_of_micro_batches_is_said():

@@ -70,7 +70,7 @@ def test_f59_a_rank_with_another_step_count_is_named():
         trainer = make_trainer(world, MODEL)
         step(trainer, world, 0)
         if world.rank == 1:
-            trainer._engine.set_progress(5, 0, trainer._engine.updates)
+            trainer._engine.set_progress(5, 0, 0, trainer._engine.updates)
         # The learning rate is of the step, so name that alone.
         refused(pr.InvalidArgument, ["dp rank", "number of steps so far"], lambda: step(trainer, world, 1))
 

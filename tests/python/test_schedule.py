@@ -544,7 +544,7 @@ def test_show_prints_and_writes(tmp_path):
             ["'x' is no number"],
         ),
         (["--kind", "gpipe", "--stages", 2, "--micro-batches", 2, "--costs", "step=1,step=2"], 2, ["twice"]),
-        (["--kind", "interleaved", "--stages", 4, "--micro-batches", 10], 1, ["8 or 12"]),
+        (["--kind", "interleaved", "--stages", 4, "--micro-batches", 10], 2, ["8 or 12"]),
         (["--file", "none.txt"], 2, ["none.txt", "check the path"]),
         (["--file", "none.txt", "--kind", "zb_v"], 2, ["not allowed with"]),
     ],

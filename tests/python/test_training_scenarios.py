@@ -247,6 +247,25 @@ def test_f58_so_many_in_a_row_are_an_error():
     run_ranks(2, run)
 
 
+def test_f58_a_restart_goes_on_counting(tmp_path):
+    def run(world):
+        data = batches(4, 8, MODEL)
+        for k, batch in enumerate(data):
+            with pr.Checkpointer(tmp_path / "run") as checkpoints:
+                trainer = trainer_of(world, on_nonfinite=2)
+                if k == 0:
+                    trainer.set_parameter("h.0.ln_1.weight", np.full(16, np.inf, np.float32))
+                trainer.resume(checkpoints)
+                if k == 2:
+                    refused(pr.NumericError, ["2 skipped steps in a row"], lambda: step(trainer, batch))  # noqa: B023
+                    return trainer.skipped_steps
+                assert step(trainer, batch).skipped
+                checkpoints.save(trainer, step=k)
+        return None
+
+    assert run_ranks(2, run) == [2, 2]
+
+
 def test_f59_a_rank_with_another_loss_scale_is_named():
     def run(world):
         trainer = trainer_of(world, precision="fp16")

@@ -136,7 +136,7 @@ void run_all_reduce(SharedGroup& group, const CollectiveCall& call, void* data) 
   }
 }
 
-// A chunk holds one piece for every rank; the piece for itself stays in user memory.
+// A chunk holds one piece for every other rank, in the order of the ranks; its own stays in user memory.
 void run_reduce_scatter(SharedGroup& group, const CollectiveCall& call, const void* input, void* output) {
   const int rank = group.rank(), size = group.size();
   const auto* in = static_cast<const char*>(input);
@@ -157,12 +157,14 @@ void run_reduce_scatter(SharedGroup& group, const CollectiveCall& call, const vo
   for (int64_t begin = 0; begin < total; begin += chunk) {
     const int64_t length = std::min(chunk, total - begin);
     const int slot = group.slot();
-    const auto staging = [&](int r) { return group.staging(r, slot, chunk * size); };
+    const auto piece = [&](int from, int to) {
+      return group.staging(from, slot, chunk * (size - 1)) + (to < from ? to : to - 1) * chunk;
+    };
     for (int r = 0; r < size; ++r)
-      if (r != rank) copy_bytes(staging(rank) + r * chunk, in + r * total + begin, length);
+      if (r != rank) copy_bytes(piece(rank, r), in + r * total + begin, length);
     group.meet();
     for (int r = 0; r < size; ++r)
-      terms[static_cast<size_t>(r)] = r == rank ? in + rank * total + begin : staging(r) + rank * chunk;
+      terms[static_cast<size_t>(r)] = r == rank ? in + rank * total + begin : piece(r, rank);
     tree_reduce(reduction, terms.data(), size, length / element, out + begin);
   }
 }

@@ -179,8 +179,8 @@ class SharedGroup {
   std::vector<const void*> terms_;
   int waits_without_yields_ = 0;
   uint64_t meetings_ = 0;
-  mutable std::mutex call_mutex_;  // where() comes from the thread that issues, too
-  CollectiveCall call_;
+  PackedCall call_{};
+  CurrentCall current_call_;  // the same: where() comes from the thread that issues, too
   std::chrono::milliseconds limit_{0};
   bool opening_ = false;  // the next meeting is the first one of the call
 };

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "comm/shared_memory/current_call.h"
 #include "comm/shared_memory/process.h"
 #include "comm/transport.h"
 
@@ -20,7 +21,7 @@
 namespace polyreme {
 
 inline constexpr uint64_t kSegmentMagic = 0x504f4c5952454d45;  // "POLYREME"
-inline constexpr uint32_t kSegmentVersion = 3;
+inline constexpr uint32_t kSegmentVersion = 4;
 inline constexpr size_t kNoteBytes = 512;
 inline constexpr int kNumSlots = 2;
 // Messages that a rank stages at once in an exchange; more take turns.
@@ -30,11 +31,11 @@ inline constexpr int kNumLanes = 4;
 inline constexpr size_t kLineBytes = 128;
 
 // What a rank brings to a meeting: all that a small call needs, next to the word that the others look at, so
-// that one cache miss fetches both. `arrived` is stored last.
+// that one cache miss fetches both (64 bytes of it; two fetch the rest). `arrived` is stored last.
 struct alignas(kLineBytes) Mail {
-  static constexpr int64_t kSmallBytes = 88;
+  static constexpr int64_t kSmallBytes = 96;
   std::atomic<uint64_t> arrived;  // the number of the meeting, of those in this slot
-  CollectiveCall call;
+  PackedCall call;
   char small[kSmallBytes];  // data of the call, instead of staging
 };
 static_assert(sizeof(Mail) == kLineBytes);

@@ -83,12 +83,16 @@ def make_gloo(world: pr.World, rendezvous: str) -> Contender:
 def make_contenders(
     world: pr.World, settings: dict[str, Any], stack: contextlib.ExitStack
 ) -> dict[str, Contender]:
-    """Ours in the memory of the group and in that of the device, and the rivals that were asked for."""
+    """Ours in the memory of the group and in that of the device, a bare copy, and the rivals that were asked for."""
 
     def ours(staged: bool) -> Contender:
         return lambda op, count, iterations: _core.time_collective(world._core, op, count, iterations, staged)
 
-    contenders = {"polyreme": ours(False), "staged": ours(True)}
+    contenders = {
+        "polyreme": ours(False),
+        "staged": ours(True),
+        "copy": lambda op, count, iterations: _core.time_copy(world._core, count, iterations),
+    }
     if "gloo" in settings["against"]:
         contenders["gloo"] = make_gloo(world, settings["rendezvous"])
     if "mpi" in settings["against"]:

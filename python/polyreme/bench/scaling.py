@@ -5,6 +5,10 @@ The cases take turns, so that a machine that slows down does so for all of them;
 
 Efficiency of n ranks is their tokens/s for each rank over those of the smallest size, repeat by repeat, so what
 the machine did meanwhile cancels out. It is averaged as logarithms, with the interval of Student's t at 95 %.
+
+*Copies* are as many jobs of one rank as a size has ranks, at once, which know nothing of each other; their time is that
+of the slowest. Their efficiency is what the machine keeps (shared memory and caches, cores of different speed, what
+else runs on them), and the best that any runtime can have there; what is missing beyond it is ours.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class Case:
     """One way to run the model.
 
     size: ranks. batch: samples of a step over all of them. schedule, micro_batches: of a pipeline, else "" and 0.
+    copies: a job of one rank on each of them, of `batch` samples.
     """
 
     size: int
@@ -51,6 +56,7 @@ class Case:
     overlap: bool
     schedule: str = ""
     micro_batches: int = 0
+    copies: bool = False
 
     @property
     def label(self) -> str:
@@ -71,6 +77,7 @@ class ScalingOptions:
         step on the largest size, and each rank's share of their samples on the others.
     zeros, precisions, sums, bucket_mibs, overlaps, schedules, micro_batches: every combination is measured.
     threads: of each rank, which is pinned to as many CPUs.
+    copies: measures them too, beside weak scaling from one rank.
 
     Raises:
         InvalidArgument: on construction, for what cannot be measured.
@@ -94,6 +101,7 @@ class ScalingOptions:
     repeats: int = 5
     steps: int = 1
     warmup: int = 1
+    copies: bool = False
 
     def __post_init__(self) -> None:
         if self.axis not in ("dp", "tp", "pp"):
@@ -111,6 +119,10 @@ class ScalingOptions:
         check_int("bench scaling: threads", self.threads, 1, MAX_THREADS)
         if self.sizes:
             _check_list("--sizes", self.sizes)
+            if self.copies and (self.sizes[0] != 1 or "weak" not in self.kinds):
+                raise InvalidArgument(
+                    "--copies: of one rank, beside weak scaling; give --kinds weak --sizes 1,2"
+                )
             if min(self.sizes) < 1 or list(self.sizes) != sorted(self.sizes):
                 raise InvalidArgument(f"--sizes {_text(self.sizes)}: expected ascending numbers of ranks")
         _check_list("--schedule", self.schedules, tuple(PUBLISHED))
@@ -191,9 +203,19 @@ class ScalingOptions:
             overlap=self.overlaps[0],
         )
 
+    def copies_of(self, base: Case) -> list[Case]:
+        """The copies of a case of one rank, by size."""
+        return [dataclasses.replace(base, size=size, copies=True) for size in self.sizes[1:]]
+
     def cases(self) -> list[Case]:
         """Every case once, in the order of their turns."""
-        return list(dict.fromkeys(case for _, cases in self.series() for case in cases))
+        found: dict[Case, None] = {}
+        for kind, cases in self.series():
+            found[cases[0]] = None
+            if self.copies and kind == "weak":
+                found.update(dict.fromkeys(self.copies_of(cases[0])))
+            found.update(dict.fromkeys(cases))
+        return list(found)
 
 
 def _check_list(name: str, values: Sequence[Any], known: Sequence[str] = ()) -> None:
@@ -230,6 +252,8 @@ def summarise(options: ScalingOptions, turns: dict[Case, list[dict[str, Any]]]) 
     seconds: median of a step. efficiency with its interval refers to the smallest size of the series;
     ratio, of the first series of the same kind and batch (`reference`) over this one's seconds, to the same size.
     bubble, predicted, balance: as in pipeline_times, None without a pipeline.
+    copies, of_copies: the efficiency of as many copies, and this one's over it, each with its interval; None if they
+    were not measured.
     """
     rows = []
     first: dict[tuple[str, int, int], tuple[str, Case]] = {}
@@ -244,6 +268,12 @@ def summarise(options: ScalingOptions, turns: dict[Case, list[dict[str, Any]]]) 
                 [turn["seconds"] / seconds for turn, seconds in zip(turns[other], here, strict=True)]
             )
             seconds = statistics.median(here)
+            copies = of_copies = None
+            if options.copies and kind == "weak" and case.size > 1:
+                copy = dataclasses.replace(cases[0], size=case.size, copies=True)
+                own = [cases[0].batch / turn["seconds"] for turn in turns[copy]]
+                copies = interval([rate / b for rate, b in zip(own, base, strict=True)])
+                of_copies = interval([rate / c for rate, c in zip(rates, own, strict=True)])
             rows.append(
                 {
                     "record": "summary",
@@ -259,6 +289,8 @@ def summarise(options: ScalingOptions, turns: dict[Case, list[dict[str, Any]]]) 
                     "efficiency": efficiency,
                     "efficiency_low": low,
                     "efficiency_high": high,
+                    "copies": copies,
+                    "of_copies": of_copies,
                     "reference": label,
                     "ratio": ratio,
                     "ratio_low": ratio_low,
@@ -301,6 +333,21 @@ def _columns(row: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _render_copies(rows: list[dict[str, Any]]) -> list[str]:
+    def text(value: tuple[float, float | None, float | None]) -> str:
+        mean, low, high = value
+        return f"{100 * mean:.1f}%" + (
+            "" if low is None or high is None else f" ({100 * low:.1f} - {100 * high:.1f}%)"
+        )
+
+    return [
+        f"{row['size']} ranks, {row['label']}: {text(row['of_copies'])} of {row['size']} jobs of one rank at once, which"
+        f" have an efficiency of {text(row['copies'])}"
+        for row in rows
+        if row["copies"]
+    ]
+
+
 def render_scaling(settings: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     """The result as a table for people."""
     model = settings["model"]
@@ -334,6 +381,7 @@ def render_scaling(settings: dict[str, Any], rows: list[dict[str, Any]]) -> list
             f" {row['seconds']:8.4f} {row['tokens_per_s']:10.1f} {100 * row['efficiency']:9.2f}% {between:>16}"
             f" {100 * row['cpu_seconds'] / row['seconds']:5.0f}% {100 * row['collective_s'] / row['seconds']:10.2f}% {row['peak_bytes'] / 2**20:6.0f} MiB"
         )
+    lines += _render_copies(rows)
     compared = [row for row in rows if row["label"] != row["reference"] and row["size"] > 1]
     for row in compared:
         low, high = row["ratio_low"], row["ratio_high"]

@@ -143,10 +143,13 @@ class _Job:
                     break
         return found
 
-    def make_environment(self, size: int, turn: int) -> RankEnvironment | None:
-        """Who this rank is in a world of the first `size` ranks, or None; rank 0 tells its port and a secret."""
-        if size == 1:
-            return RankEnvironment() if self.world.rank == 0 else None
+    def make_environment(self, size: int, turn: int, *, copies: bool) -> RankEnvironment | None:
+        """Who this rank is in a world of the first `size` ranks, or None; rank 0 tells its port and a secret.
+
+        copies: each of them in a world of its own.
+        """
+        if size == 1 or copies:
+            return RankEnvironment() if self.world.rank < size else None
         token = np.zeros(33, dtype=np.int64)
         listener = None
         if self.world.rank == 0:
@@ -206,7 +209,7 @@ def _measure(job: _Job, tell: Callable[[dict[str, Any], list[dict[str, Any]]], N
 def _turn(job: _Job, case: Case, number: int) -> dict[str, Any]:
     """One turn; the same on every rank of the job: the slowest rank's seconds, the largest rank's memory."""
     result: dict[str, Any] = dict.fromkeys(_NUMBERS, 0.0)
-    environment = job.make_environment(case.size, number)
+    environment = job.make_environment(case.size, number, copies=case.copies)
     if environment is not None:
         result.update(_train(job, case, environment))
     gc.collect()  # the trainer's memory, before the next turn takes its own

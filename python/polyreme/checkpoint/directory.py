@@ -230,19 +230,26 @@ class DirectoryLock:
             os.close(self._fd)
             if not isinstance(error, BlockingIOError):
                 raise CheckpointError(f"'{self._path}' cannot be locked: {error}") from error
+            if holder == _who():
+                raise CheckpointError(
+                    f"this process has a Checkpointer that writes into '{directory}' already; call its close()"
+                ) from None
             raise CheckpointError(
                 f"another job writes checkpoints into '{directory}': {holder or 'it has not said who it is'};"
                 " use a directory for each job, or end the other one"
             ) from None
         os.ftruncate(self._fd, 0)
-        who = {"host": socket.gethostname(), "pid": os.getpid()}
-        os.pwrite(self._fd, (json.dumps(who) + "\n").encode(), 0)
+        os.pwrite(self._fd, (_who() + "\n").encode(), 0)
 
     def release(self) -> None:
         """Twice is allowed."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _who() -> str:
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
 
 
 def resolve(path: str | os.PathLike[str]) -> tuple[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -257,15 +258,33 @@ def export_hf(
             ).reshape(record.shape)
     renamed = {name: np.ascontiguousarray(array) for name, array in rename(model, weights).items()}
     folder = os.path.abspath(os.fspath(out))
+    if os.path.lexists(folder):
+        raise CheckpointError(f"'{folder}' exists already; choose the name of a new folder")
+    parent, name = os.path.split(folder)
     try:
-        os.makedirs(folder)
+        os.makedirs(parent, exist_ok=True)
+        # Appears under its name only when it is whole.
+        temporary = os.path.join(parent, f".{name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+        os.mkdir(temporary)
     except OSError as error:
         raise CheckpointError(
             f"'{folder}' cannot be made: {error}; choose the name of a new folder"
         ) from error
+    try:
+        written = _write_folder(temporary, renamed, config_of(model), shard_bytes)
+        os.rename(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _core.FileOps().sync_directory(parent)
+    return written
+
+
+def _write_folder(folder: str, weights: Weights, config: dict[str, Any], shard_bytes: int) -> list[str]:
+    """The files of transformers in an empty folder; their names."""
     groups: list[list[str]] = [[]]
-    for name, array in renamed.items():
-        if groups[-1] and sum(renamed[n].nbytes for n in groups[-1]) + array.nbytes > shard_bytes:
+    for name, array in weights.items():
+        if groups[-1] and sum(weights[n].nbytes for n in groups[-1]) + array.nbytes > shard_bytes:
             groups.append([])
         groups[-1].append(name)
     written: list[str] = []
@@ -275,15 +294,15 @@ def export_hf(
             "model.safetensors" if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
         )
         tensors = {
-            n: (TensorRecord("float32", renamed[n].shape), renamed[n].reshape(-1).view(np.uint8))
+            n: (TensorRecord("float32", weights[n].shape), weights[n].reshape(-1).view(np.uint8))
             for n in group
         }
         write_safetensors(os.path.join(folder, file), tensors, {"format": "pt"})
         places |= dict.fromkeys(group, file)
         written.append(file)
-    documents = {"config.json": {**config_of(model), "dtype": "float32"}}
+    documents = {"config.json": {**config, "dtype": "float32"}}
     if len(groups) > 1:
-        size = sum(array.nbytes for array in renamed.values())
+        size = sum(array.nbytes for array in weights.values())
         documents["model.safetensors.index.json"] = {"metadata": {"total_size": size}, "weight_map": places}
     changes = _core.FileOps()
     for file, document in documents.items():

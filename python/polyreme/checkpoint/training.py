@@ -70,6 +70,7 @@ class TrainerState:
         return {
             "applied_steps": trainer.applied_steps,
             "skipped_steps": trainer.skipped_steps,
+            "skipped_in_a_row": self._engine.skipped_in_a_row,
             "loss_scale": list(self._engine.loss_scaler_state),
             "precision": dataclasses.asdict(trainer.precision) | {"loss_scale": None},
             "updates": dict(zip(self._params, self._engine.updates, strict=True)),
@@ -94,6 +95,7 @@ class TrainerState:
         try:
             # What earlier versions did not write: as it was then.
             state = {
+                "skipped_in_a_row": 0,
                 **state,
                 "lanes": {"tp": 1, **state["lanes"]},
                 "precision": {"gradients": "fp32", **state["precision"]},
@@ -107,7 +109,10 @@ class TrainerState:
                     problems.append(f"model: {key} was {old!r}, is {new!r}")
             if set(state["updates"]) != set(self._params):
                 problems.append("the counters of updates are of other parameters")
-            counts = [state["applied_steps"], state["skipped_steps"], *state["updates"].values()]
+            counts = [
+                *(state[key] for key in ("applied_steps", "skipped_steps", "skipped_in_a_row")),
+                *state["updates"].values(),
+            ]
             if not all(type(n) is int for n in counts):
                 problems.append("a count is no integer")
             if [type(n) for n in state["loss_scale"]] != [float, int, int]:
@@ -143,7 +148,9 @@ class TrainerState:
     def set_scalars(self, state: dict[str, Any]) -> None:
         """See State."""
         updates = [state["updates"][name] for name in self._params]
-        self._engine.set_progress(state["applied_steps"], state["skipped_steps"], updates)
+        self._engine.set_progress(
+            state["applied_steps"], state["skipped_steps"], state.get("skipped_in_a_row", 0), updates
+        )
         if self._trainer.precision.scaling().dynamic:
             scale, good_steps, hysteresis_left = state["loss_scale"]
             self._engine.loss_scaler_state = (scale, good_steps, hysteresis_left)

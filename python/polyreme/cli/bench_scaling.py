@@ -64,6 +64,11 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
     add("--repeats", type=int, default=5, metavar="N", help="turns of each case (default 5)")
     add("--steps", type=int, default=1, metavar="N", help="timed steps of a turn (default 1)")
     add("--warmup", type=int, default=1, metavar="N", help="steps of a turn before them (default 1)")
+    add(
+        "--copies",
+        action="store_true",
+        help="measure as many jobs of one rank at once, too: what the machine keeps of its speed without any exchange",
+    )
     add("--out", default="", metavar="FILE", help="write every turn and the summary there as JSON lines")
     add("--plot", default="", metavar="FILE", help="draw throughput and efficiency there, as an SVG")
     return parser
@@ -98,6 +103,7 @@ def run(args: argparse.Namespace, model: GPT) -> int:
         repeats=args.repeats,
         steps=args.steps,
         warmup=args.warmup,
+        copies=args.copies,
     )
     check_available(options.zeros, options.precisions, options.isa)
     alone = read_rank_environment().size == 1

@@ -122,7 +122,10 @@ def _brief(value: Any) -> str:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    directory, step = resolve(args.checkpoint)
+    try:
+        directory, step = resolve(args.checkpoint)
+    except CheckpointError as error:  # nothing to verify, which is not the same as damage
+        raise UsageError(f"ckpt verify: {error}") from error
     files = CheckpointFiles(directory, step)
     num_bytes = files.verify()
     document = {"step": step, "tensors": len(files.manifest.tensors), "bytes": num_bytes, "ok": True}

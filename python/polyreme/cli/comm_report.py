@@ -40,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         report = examine(Path(args.folder))
     except OSError as error:
-        raise UsageError(f"comm-report: {error}") from error
+        raise UsageError(
+            f"comm-report: {error}; give the directory that --record-dir or POLYREME_RECORD_DIR named"
+        ) from error
     print(json.dumps(report.as_json()) if args.json else "\n".join(render(report)))
     return 0 if report.ok else 1

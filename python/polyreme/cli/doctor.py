@@ -70,26 +70,50 @@ def examine() -> dict[str, Any]:
     }
 
 
-# backend, what is equal to what, where it was seen
+# backend, what is equal to what, where it was seen: the table of the README
 PROMISE = [
     {
         "backend": "CPU, fp32",
-        "equal": "loss, gradient norm, weights and optimizer state, for every dp, ZeRO stages 0 and 1, every"
-        " micro-batch size and number of threads, recompute on or off, ranks as threads or processes, AVX2 or"
-        " AVX-512, immediate or deferred executor; always with equal lanes",
-        "seen": "tests/python/test_same_bits.py, for dp 1, 2, 4, 8, micro-batches of 1, 3 and 8 samples,"
-        " 1 to 3 threads",
+        "equal": "loss, gradient norm, weights and optimizer state: for dp 1, 2, 4, 8, ZeRO stages 0 to 3 (whole "
+        "and hybrid shards, any bucket size and prefetch, overlap on or off), micro-batches of 1, 3 and 8"
+        " samples, both orders of sums, 1 to 3 threads, recompute on or off, ranks as threads or "
+        "processes, AVX2 or AVX-512, immediate or deferred executor; always with equal lanes",
+        "seen": "`tests/python/test_same_bits.py` and `test_zero_matrix.py` (every two choices together; "
+        "POLYREME_TEST_FULL=1: all) in CI",
+    },
+    {
+        "backend": "CPU, fp32, pipelines",
+        "equal": "the same, and logits: for pp 2, 3 and 4, alone and with dp 2 and 4, ZeRO stages 0 to 3, all six "
+        "kinds of schedules, splits of the layers, tied and untied, immediate or deferred executor, ranks"
+        " as threads or processes",
+        "seen": "`tests/python/test_pipeline.py` in CI",
+    },
+    {
+        "backend": "CPU, tensor parallel",
+        "equal": "the same, and logits: for tp 1, 2, 4 (3 with three lanes), alone and with dp 2 and 4, pp 2, 3 "
+        "and 4, ZeRO stages 0 to 3, all six kinds of schedules, recompute, fp32, bf16 and fp16, GPT and "
+        "Llama, tied and untied, vocabularies that tp does not divide, checkpoints from any of these "
+        "layouts to any, ranks as threads or processes, immediate or deferred executor; with equal "
+        "`lanes.tp`",
+        "seen": "`tests/python/test_layouts.py` (every two choices together; POLYREME_TEST_FULL=1: all) and "
+        "`test_tensor_parallel.py` in CI",
     },
     {
         "backend": "CPU, bf16 and fp16",
-        "equal": "the same within one level, for ZeRO stages 0 to 3; AVX2 and AVX-512 are equal, amx is a level of its"
-        " own for products of bf16",
-        "seen": "tests/python/test_precision.py, for dp 1, 2, 4",
+        "equal": "the same within one instruction-set level, for dp 1, 2, 4, pp 2, ZeRO stages 0 to 3, skipped "
+        "steps included. AVX2 and AVX-512 give equal bits; `amx` sums products of bf16 in an order of its"
+        " own (`csrc/ops/cpu/kernels/gemm.h`), so it is a level apart, and all ranks run at the lowest of"
+        " theirs (`pr.init(isa=)` pins one)",
+        "seen": "`tests/python/test_precision.py` and `test_zero_matrix.py` in CI",
     },
     {
         "backend": "CUDA",
-        "equal": "the same as one CPU at avx2 in fp32, bf16 and fp16, for dp 2, pp 2 and ZeRO stages 0 to 3",
-        "seen": "tests/python/test_gpu.py and tests/cpp/engine/gpu_engine_test.cpp, over emulated GPUs alone",
+        "equal": "emulated only: loss, gradient norm, weights and optimizer state of a GPT and a Llama (fp32, "
+        'bf16, fp16) equal one CPU\'s at `isa="avx2"`, for dp 2, pp 2, both, and ZeRO stages 0 to 3, with '
+        "AdamW",
+        "seen": "`tests/cpp/engine/gpu_engine_test.cpp`, and from Python `tests/python/test_gpu.py` (ranks as "
+        "threads over an emulated NCCL, as threads or processes by way of the host's memory; checkpoints "
+        "from GPUs to CPUs and back), over emulated GPUs, in CI; not yet seen on a GPU",
     },
 ]
 

@@ -73,8 +73,14 @@ def run(args: argparse.Namespace) -> int:
     """Does the action and returns the exit code."""
     try:
         return _show(args) if args.action == "show" else _check(args)
+    except InvalidArgument as error:
+        if args.action == "check":
+            raise
+        raise UsageError(f"schedule show: {error}") from error
     except OSError as error:
-        raise UsageError(f"schedule {args.action}: {error}; check the path and its permissions") from error
+        raise UsageError(
+            f"schedule {args.action}: {error}; check the path, its permissions and the free space"
+        ) from error
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -87,7 +93,7 @@ def _show(args: argparse.Namespace) -> int:
     timeline = built.simulate(costs)
     if args.out is not None:
         forms = {".svg": lambda: built.svg(costs), ".txt": built.to_text, ".json": built.to_json}
-        Path(args.out).write_text(forms[Path(args.out).suffix](), encoding="ascii")
+        _write(Path(args.out), forms[Path(args.out).suffix]())
     if args.json:
         print(json.dumps(_figures(built, timeline) | {"schedule": json.loads(built.to_json())}))
         return 0
@@ -99,6 +105,16 @@ def _show(args: argparse.Namespace) -> int:
     if args.out is not None:
         print(f"wrote {args.out}")
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    existed = path.exists()
+    try:
+        path.write_text(text, encoding="ascii")
+    except OSError:
+        if not existed:
+            path.unlink(missing_ok=True)  # half of it
+        raise
 
 
 def _build(args: argparse.Namespace) -> Schedule:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .token_file import TokenFileError, TokenFileInfo, write_tokens
+from .token_file import TokenFileError, TokenFileInfo, check_replaceable, write_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -140,6 +140,8 @@ def prepare_bytes(
     if not 0.0 <= val_fraction <= 0.5:
         raise TokenFileError(f"the validation fraction is {val_fraction}; give 0 to 0.5")
     val_out = val_path(out)
+    for path in (out, val_out) if val_fraction else (out,):
+        check_replaceable(path)
     corpus = find_documents(paths, include=include, exclude_files=(out, val_out))
     train_pieces, val_pieces = _split(corpus.documents, val_fraction)
     total = corpus.num_bytes

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
@@ -67,8 +68,8 @@ def write_tokens(path: str | os.PathLike[str], tokens: Iterable[Any], vocab_size
         (`bytes` counts as 8-bit tokens). They may come from a generator: memory stays bounded.
     vocab_size: number of different tokens; up to 65536 are stored in 16 bits, more in 32.
 
-    Raises TokenFileError if a token is not in [0, vocab_size) or there is none; OSError if the
-    disk does not take the file. Then nothing is left at `path` that was not there before.
+    Raises TokenFileError if a token is not in [0, vocab_size) or there is none, or if `path` is a file
+    of another kind; OSError if the disk does not take the file. Then `path` is as it was before.
 
     Example: write_tokens("corpus.bin", (tokenizer(text) for text in texts), vocab_size=50257)
     """
@@ -116,7 +117,10 @@ def read_info(path: str | os.PathLike[str], *, check_payload: bool = False) -> T
     Raises TokenFileError for anything that is not a whole token file of this version.
     """
     name = os.fspath(path)
-    with open(name, "rb") as file:
+    # Non-blocking, since to open a pipe would wait for its writer.
+    with open(os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise TokenFileError(f"'{name}' is not a regular file; give a token file")
         header = file.read(HEADER_BYTES)
         size = os.fstat(file.fileno()).st_size
         if len(header) < HEADER_BYTES or header[:8] != MAGIC:
@@ -148,6 +152,25 @@ def read_info(path: str | os.PathLike[str], *, check_payload: bool = False) -> T
     )
 
 
+def check_replaceable(path: str | os.PathLike[str]) -> None:
+    """Refuses a path at which there is anything but a token file or an empty file: it may be the only copy.
+
+    Raises TokenFileError; OSError for a folder, or what cannot be read.
+    """
+    if not os.path.lexists(path):
+        return
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    with contextlib.suppress(FileNotFoundError):  # a link to nothing
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            # A device must not be replaced by a file either.
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode) and file.read(len(MAGIC)) in (b"", MAGIC):
+                return
+        raise TokenFileError(
+            f"'{os.fspath(path)}' is there and not a token file; it is left as it is: give another path, or remove it"
+        )
+
+
 def _as_flat_integers(part: Any) -> np.ndarray[Any, Any]:
     import numpy as np
 
@@ -162,10 +185,7 @@ def _as_flat_integers(part: Any) -> np.ndarray[Any, Any]:
 @contextlib.contextmanager
 def _new_file(target: str) -> Iterator[BinaryIO]:
     """A file that takes the name `target` when the block ends well, and vanishes otherwise."""
-    if os.path.isdir(target):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
-    if os.path.exists(target) and not os.path.isfile(target):  # a device must not be replaced by a file
-        raise TokenFileError(f"'{target}' is not a regular file; give another path")
+    check_replaceable(target)
     folder, name = os.path.split(os.path.abspath(target))
     temporary = os.path.join(folder, f".{name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
