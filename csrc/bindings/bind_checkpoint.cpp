@@ -47,7 +47,7 @@ py::tuple write(FileOps& files, const std::string& directory, const std::string&
 }
 
 // reads: rows of (begin, num_bytes, offset in `to`).
-void read(const ShardFile& file, const Indices& reads, Bytes& to) {
+void read(const ShardFile& file, const Indices& reads, Bytes& to, bool is_alone) {
   require(reads.ndim() == 2 && reads.shape(1) == 3, "read: rows of (begin, num_bytes, offset) are expected");
   auto* base = reinterpret_cast<std::byte*>(to.mutable_data());
   std::vector<ShardRead> list;
@@ -58,7 +58,7 @@ void read(const ShardFile& file, const Indices& reads, Bytes& to) {
     list.push_back({.begin = rows(i, 0), .num_bytes = rows(i, 1), .to = base + rows(i, 2)});
   }
   const py::gil_scoped_release release;
-  file.read(std::move(list));
+  file.read(std::move(list), is_alone);
 }
 
 py::tuple plan(const std::vector<std::tuple<std::string, int64_t, int64_t>>& tensors,
@@ -174,7 +174,7 @@ void bind_checkpoint(py::module_& m) {
               result.append(py::make_tuple(e.name, e.dtype, py::tuple(py::cast(e.shape)), e.begin, e.end));
             return result;
           })
-      .def("read", &read, "reads"_a, "to"_a);
+      .def("read", &read, "reads"_a, "to"_a, py::kw_only(), "is_alone"_a = false);
   m.def("plan_save", &plan, "tensors"_a, "held"_a, "class_of_rank"_a, "rank"_a, "min_cut_bytes"_a = 1 << 20);
   m.def("array_bytes", &array_bytes, "array"_a, "writable"_a, "what"_a);
   m.def(

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -64,13 +65,23 @@ int open_directory(const std::string& path) {
   return fd;
 }
 
-constexpr int64_t kNumWriters =
-    2;  // so that one computes checksums, or waits for the lock, while the other writes
+constexpr int64_t kNumWriters = 2;  // one computes checksums, or waits for the lock, while the other writes
+constexpr int64_t kLeastDirectBytes = 16 * kDirectAlignment;
 
 // Whether reads and writes go past the page cache. False if the file system cannot.
 bool set_direct(int fd, bool is_direct) {
   const int flags = ::fcntl(fd, F_GETFL);
   return flags >= 0 && ::fcntl(fd, F_SETFL, is_direct ? flags | O_DIRECT : flags & ~O_DIRECT) == 0;
+}
+
+// How much of a range the page cache has: cachestat(2) of Linux 6.5, whose name older headers lack. 0 if it
+// is not known.
+int64_t cached_bytes(int fd, int64_t offset, int64_t num_bytes) {
+  constexpr long kCacheStat = 451;
+  const std::array<int64_t, 2> range = {offset, num_bytes};
+  std::array<int64_t, 5> pages{};  // cached, dirty, in writeback, evicted, recently so
+  if (::syscall(kCacheStat, fd, range.data(), pages.data(), 0U) != 0) return 0;
+  return pages[0] * ::sysconf(_SC_PAGESIZE);
 }
 
 }  // namespace
@@ -159,6 +170,13 @@ void FileOps::write_at(int fd, const std::string& path, std::span<const std::byt
   if (dies) ::kill(::getpid(), SIGKILL);
 }
 
+void FileOps::allocate(int fd, const std::string& path, int64_t size) {
+  point("allocate", path);
+  // Where the file system cannot, the writes do it; a full disk is better known now.
+  if (::fallocate(fd, 0, 0, size) != 0 && (errno == ENOSPC || errno == EDQUOT || errno == EIO))
+    throw_file_error("allocate", path, errno);
+}
+
 void FileOps::write_large(int fd, const std::string& path, std::span<const std::byte> bytes, int64_t offset,
                           int64_t portion_bytes, const std::function<void(int64_t portion)>& prepare) {
   const auto size = static_cast<int64_t>(bytes.size());
@@ -167,7 +185,8 @@ void FileOps::write_large(int fd, const std::string& path, std::span<const std::
   const bool is_direct =
       (static_cast<uint64_t>(offset) | static_cast<uint64_t>(portion_bytes) | address) % kDirectAlignment ==
           0 &&
-      size >= portion_bytes && set_direct(fd, true);
+      size >= kLeastDirectBytes && set_direct(fd, true);
+  if (is_direct) allocate(fd, path, offset + size);
   // What is left at the end goes through the page cache, alone in its page.
   const int64_t body = is_direct ? size / kDirectAlignment * kDirectAlignment : size;
   const auto write_part = [&](int64_t begin, int64_t end) {
@@ -266,6 +285,16 @@ void InputFile::read(void* to, int64_t offset, int64_t num_bytes) const {
     offset += count;
     num_bytes -= count;
   }
+}
+
+void InputFile::read_direct(void* to, int64_t offset, int64_t num_bytes) const {
+  int64_t done = 0;
+  if (2 * cached_bytes(fd_, offset, num_bytes) < num_bytes && set_direct(fd_, true)) {
+    const int64_t rounded = (num_bytes + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
+    done = std::clamp<int64_t>(::pread(fd_, to, static_cast<size_t>(rounded), offset), 0, num_bytes);
+    set_direct(fd_, false);
+  }
+  read(static_cast<char*>(to) + done, offset + done, num_bytes - done);  // nothing, unless it was cut short
 }
 
 void InputFile::prefetch(int64_t offset, int64_t num_bytes) const noexcept {

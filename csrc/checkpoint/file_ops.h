@@ -58,6 +58,8 @@ class FileOps {
   std::vector<std::string> trace() const;
 
  private:
+  // Takes the space of a file at once: one change of the file system's tables instead of one for every write.
+  void allocate(int fd, const std::string& path, int64_t size);
   // Counts a point; true if a write is to stop half way and kill.
   bool point(const char* operation, const std::string& path);
 
@@ -89,6 +91,10 @@ class InputFile {
   const std::string& path() const { return path_; }
   // Throws CheckpointCorrupt where the file ends before that.
   void read(void* to, int64_t offset, int64_t num_bytes) const;
+  // The same past the page cache, unless it has most of it or the file system cannot: without a copy,
+  // for what nobody else on this host reads. `to` and `offset` are aligned to kDirectAlignment, and `to` has
+  // room for so many bytes rounded up to it.
+  void read_direct(void* to, int64_t offset, int64_t num_bytes) const;
   // Starts reading a range into the page cache, where the ranks of a host share it; `read` then waits for
   // less.
   void prefetch(int64_t offset, int64_t num_bytes) const noexcept;

@@ -1,8 +1,12 @@
 #include "checkpoint/shard_file.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <memory>
+#include <new>
 
 #include "base/crc32c.h"
 #include "base/error.h"
@@ -13,8 +17,11 @@ namespace {
 static_assert(std::endian::native == std::endian::little);
 
 constexpr int64_t kBlockBytes = 256 << 10;
-constexpr int64_t kWriteBytes = 16 * kBlockBytes;  // of one call: checked while it is in the cache
-constexpr int64_t kAlignment = kDirectAlignment;   // of the data in the file
+constexpr int64_t kReadBytes = 16 * kBlockBytes;  // of one call: checked while it is in the cache
+// Of one call. Large, since every write past the page cache waits for the disk; small files still keep
+// several busy.
+constexpr int64_t kMostWriteBytes = 64 * kBlockBytes, kLeastWriteBytes = 4 * kBlockBytes, kNumWrites = 8;
+constexpr int64_t kAlignment = kDirectAlignment;  // of the data in the file
 constexpr const char* kFormat = "polyreme-1";
 
 int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
@@ -62,6 +69,21 @@ void place_entries(ShardHeader& header, int64_t data_bytes) {
   require(at == data_bytes, "write_shard: the entries have ", at, " bytes, the data ", data_bytes);
 }
 
+// In large pages where the system has them: the disk is then asked for more at once.
+constexpr std::align_val_t kLargePage{2 << 20};
+
+struct FreeMemory {
+  void operator()(std::byte* memory) const { ::operator delete(memory, kLargePage); }
+};
+using Buffer = std::unique_ptr<std::byte, FreeMemory>;
+
+Buffer make_buffer(int64_t num_bytes) {
+  const auto size = static_cast<size_t>(num_bytes);
+  Buffer buffer(static_cast<std::byte*>(::operator new(size, kLargePage)));
+  ::madvise(buffer.get(), size, MADV_HUGEPAGE);
+  return buffer;
+}
+
 }  // namespace
 
 ShardSummary write_shard(FileOps& files, const std::string& directory, const std::string& name,
@@ -77,10 +99,12 @@ ShardSummary write_shard(FileOps& files, const std::string& directory, const std
   require(static_cast<int64_t>(head.size()) <= kMaxHeaderBytes, "write_shard: the header of '", name,
           "' has ", head.size(), " bytes; the format allows ", kMaxHeaderBytes, ": save from more ranks");
   const auto data_start = static_cast<int64_t>(head.size());
+  const int64_t portion_bytes =
+      std::clamp(data_bytes / kNumWrites / kBlockBytes * kBlockBytes, kLeastWriteBytes, kMostWriteBytes);
   files.write_file(directory, name, [&](int fd, const std::string& path) {
-    files.write_large(fd, path, data, data_start, kWriteBytes, [&](int64_t portion) {
-      const int64_t at = portion * kWriteBytes;
-      const int64_t size = std::min(kWriteBytes, data_bytes - at);
+    files.write_large(fd, path, data, data_start, portion_bytes, [&](int64_t portion) {
+      const int64_t at = portion * portion_bytes;
+      const int64_t size = std::min(portion_bytes, data_bytes - at);
       crc32c_of_blocks(data.data() + at, static_cast<size_t>(size), kBlockBytes,
                        &checksums[static_cast<size_t>(at / kBlockBytes)]);
     });
@@ -150,7 +174,7 @@ std::string ShardFile::entry_at(int64_t byte) const {
   return "";
 }
 
-void ShardFile::read(std::vector<ShardRead> reads) const {
+void ShardFile::read(std::vector<ShardRead> reads, bool is_alone) const {
   for (const ShardRead& r : reads)
     require(r.begin >= 0 && r.num_bytes >= 0 && r.begin <= data_bytes() - r.num_bytes, "read of bytes ",
             r.begin, " to ", r.begin + r.num_bytes, " of '", path(), "', which has ", data_bytes());
@@ -164,33 +188,39 @@ void ShardFile::read(std::vector<ShardRead> reads) const {
     return;
   }
   std::ranges::sort(reads, {}, &ShardRead::begin);
-  std::vector<std::byte> buffer;
-  const std::vector<Window> windows = windows_of(reads, file);
+  const bool is_direct = is_alone && data_start_ % kDirectAlignment == 0;
+  Buffer buffer;
+  const std::vector<Window> windows = windows_of(reads, is_direct ? nullptr : &file);
   size_t first = 0;  // reads before it are done
   for (const Window& window : windows) {
     // What one read wants whole goes to its place at once.
     const ShardRead& next = reads[first];
-    const bool in_place = next.begin == window.begin && window.end - window.begin <= next.num_bytes;
-    if (!in_place) buffer.resize(static_cast<size_t>(kWriteBytes));
-    std::byte* const data = in_place ? next.to : buffer.data();
-    file.read(data, data_start_ + window.begin, window.end - window.begin);
+    const bool in_place =
+        !is_direct && next.begin == window.begin && window.end - window.begin <= next.num_bytes;
+    if (!in_place && !buffer) buffer = make_buffer(kReadBytes);
+    std::byte* const data = in_place ? next.to : buffer.get();
+    const int64_t size = window.end - window.begin;
+    if (is_direct)
+      file.read_direct(data, data_start_ + window.begin, size);
+    else
+      file.read(data, data_start_ + window.begin, size);
     check_blocks(window.begin, window.end, data);
     size_t left = first;
     for (size_t i = first; i < reads.size() && reads[i].begin < window.end; ++i) {
       ShardRead& r = reads[i];
-      const int64_t size = std::min(r.num_bytes, window.end - r.begin);
+      const int64_t count = std::min(r.num_bytes, window.end - r.begin);
       const std::byte* const source = data + (r.begin - window.begin);
-      if (source != r.to) std::memcpy(r.to, source, static_cast<size_t>(size));
-      r = {r.begin + size, r.num_bytes - size, r.to + size};
+      if (source != r.to) std::memcpy(r.to, source, static_cast<size_t>(count));
+      r = {r.begin + count, r.num_bytes - count, r.to + count};
       if (r.num_bytes == 0) std::swap(reads[i], reads[left++]);  // the others begin at the window's end
     }
     first = left;
   }
 }
 
-// The blocks that the reads touch, neighbours together up to kWriteBytes; tells the system that they come.
+// The blocks that the reads touch, neighbours together up to kReadBytes; tells the system that they come.
 std::vector<ShardFile::Window> ShardFile::windows_of(const std::vector<ShardRead>& reads,
-                                                     const InputFile& file) const {
+                                                     const InputFile* prefetched) const {
   std::vector<Window> runs, windows;
   for (const ShardRead& r : reads) {
     const int64_t begin = r.begin / block_bytes_ * block_bytes_;
@@ -201,9 +231,9 @@ std::vector<ShardFile::Window> ShardFile::windows_of(const std::vector<ShardRead
       runs.push_back({begin, end});
   }
   for (const Window& run : runs) {
-    file.prefetch(data_start_ + run.begin, run.end - run.begin);
-    for (int64_t at = run.begin; at < run.end; at += kWriteBytes)
-      windows.push_back({at, std::min(at + kWriteBytes, run.end)});
+    if (prefetched) prefetched->prefetch(data_start_ + run.begin, run.end - run.begin);
+    for (int64_t at = run.begin; at < run.end; at += kReadBytes)
+      windows.push_back({at, std::min(at + kReadBytes, run.end)});
   }
   return windows;
 }

@@ -43,14 +43,15 @@ class ShardFile {
   const std::string& path() const { return path_; }
   int64_t data_bytes() const { return size_bytes_ - data_start_; }
   // Reads the blocks that `reads` touch, checks them where the file has checksums, and hands out the parts.
+  // is_alone: nobody else on this host reads them, so they need not go through the page cache.
   // Throws CheckpointCorrupt naming file, entry and range of bytes; what was read until then is undefined.
-  void read(std::vector<ShardRead> reads) const;
+  void read(std::vector<ShardRead> reads, bool is_alone = false) const;
 
  private:
   struct Window {
     int64_t begin, end;  // bytes of the data, at borders of blocks
   };
-  std::vector<Window> windows_of(const std::vector<ShardRead>& reads, const InputFile& file) const;
+  std::vector<Window> windows_of(const std::vector<ShardRead>& reads, const InputFile* prefetched) const;
   void check_blocks(int64_t begin, int64_t end, const std::byte* data) const;
   std::string entry_at(int64_t byte) const;
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -22,6 +23,8 @@ struct TcpStoreOptions {
   // that holds the port from the start (listen_fd) has rank 0 answer only once it runs: pass the
   // whole start-up limit then.
   std::chrono::milliseconds greeting_limit{std::chrono::seconds(3)};
+  // Of connecting: "no store at a:29500 yet (tried ...)", when it takes long.
+  std::function<void(const std::string&)> progress;
 };
 
 // The store of a job over TCP. Rank 0 serves it from a thread of its own and is a client like the

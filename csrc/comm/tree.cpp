@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "comm/half.h"
+#include "comm/shared_memory/stream_copy.h"
 
 namespace polyreme {
 namespace {
@@ -145,11 +146,15 @@ void reduce_typed(const Reduction& reduction, const void* const* terms, int num_
   const bool narrows = partial_dtype(reduction.out) != reduction.out;
   const auto term_bytes = static_cast<int64_t>(dtype_size(reduction.terms));
   const bool large = count * term_bytes >= kLargeTermBytes;
+  const bool streams = !narrows && count * static_cast<int64_t>(sizeof(T)) >= kStreamedFromBytes &&
+                       reinterpret_cast<uintptr_t>(out) % kStreamedLine == 0 &&
+                       std::find(terms, terms + num_terms, out) == terms + num_terms;
   for (int64_t first = 0; first < count; first += kBlockElements) {
     const int64_t length = std::min(kBlockElements, count - first);
     if (large) prefetch(terms, num_terms, first * term_bytes + kPrefetchBytes, length * term_bytes);
     std::array<T, kBlockElements> room;
-    T* block = narrows ? room.data() : static_cast<T*>(out) + first;
+    const bool is_streamed = streams && length == kBlockElements;
+    T* block = narrows || is_streamed ? room.data() : static_cast<T*>(out) + first;
     reduce_block<T>(reducers, {terms, reduction.terms, first}, num_terms, length, block);
     if constexpr (std::is_floating_point_v<T>) {
       const T divisor = static_cast<T>(reduction.average_over);
@@ -159,7 +164,9 @@ void reduce_typed(const Reduction& reduction, const void* const* terms, int num_
     if constexpr (std::is_same_v<T, float>) {
       if (narrows) narrow(reduction.out, block, length, static_cast<uint16_t*>(out) + first);
     }
+    if (is_streamed) stream_lines(static_cast<T*>(out) + first, block, length * int64_t{sizeof(T)});
   }
+  if (streams) stream_end();
 }
 
 void check(const Reduction& reduction, int num_terms) {

@@ -1,12 +1,12 @@
 #include "data/token_dataset.h"
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
+#include <vector>
 
 #include "base/error.h"
 #include "base/philox.h"
@@ -19,48 +19,39 @@ constexpr char kMagic[9] = "POLYTOK1";
 constexpr char kRemedy[] = "; make one with: polyreme data prepare PATH... --out corpus.bin";
 
 template <typename T>
-T header_field(const char* header, size_t offset) {
+T field(const char* bytes, size_t offset) {
   T value;
-  std::memcpy(&value, header + offset, sizeof(T));
+  std::memcpy(&value, bytes + offset, sizeof(T));
   return value;
 }
 
 }  // namespace
 
-struct TokenDataset::Mapping {
-  const char* data = nullptr;
-  size_t size = 0;
-  ~Mapping() {
-    if (data) munmap(const_cast<char*>(data), size);
-  }
+struct TokenDataset::File {
+  explicit File(int descriptor) : fd(descriptor) {}
+  ~File() { close(fd); }
+  File(const File&) = delete;
+  const int fd;
 };
 
 TokenDataset::TokenDataset(const std::string& path) : path_(path) {
   // O_NONBLOCK: opening a pipe would wait for its writer, before it could be refused.
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   require(fd >= 0, "cannot open the token file '", path, "': ", std::strerror(errno), kRemedy);
+  file_ = std::make_shared<const File>(fd);
   struct stat info {};
-  const bool is_file = fstat(fd, &info) == 0 && S_ISREG(info.st_mode);
+  require(fstat(fd, &info) == 0 && S_ISREG(info.st_mode), "'", path, "' is not a regular file", kRemedy);
   const auto size = static_cast<size_t>(info.st_size);
-  void* address =
-      is_file && size >= kHeaderBytes ? mmap(nullptr, size, PROT_READ, MAP_SHARED, fd, 0) : MAP_FAILED;
-  close(fd);
-  require(is_file, "'", path, "' is not a regular file", kRemedy);
   require(size >= kHeaderBytes, "'", path, "' has ", size, " bytes, less than the header's ", kHeaderBytes,
           kRemedy);
-  require(address != MAP_FAILED, "cannot map the token file '", path, "': ", std::strerror(errno));
-  auto mapping = std::make_shared<Mapping>();
-  mapping->data = static_cast<const char*>(address);
-  mapping->size = size;
-  mapping_ = mapping;
-
-  const char* header = mapping->data;
+  char header[kHeaderBytes];
+  read(header, sizeof(header), 0);
   require(std::memcmp(header, kMagic, 8) == 0, "'", path, "' is not a token file (it does not start with ",
           kMagic, ")", kRemedy);
-  const auto version = header_field<uint32_t>(header, 8);
-  const auto token_bytes = header_field<uint32_t>(header, 12);
-  const auto num_tokens = header_field<uint64_t>(header, 16);
-  const auto vocab_size = header_field<uint64_t>(header, 24);
+  const auto version = field<uint32_t>(header, 8);
+  const auto token_bytes = field<uint32_t>(header, 12);
+  const auto num_tokens = field<uint64_t>(header, 16);
+  const auto vocab_size = field<uint64_t>(header, 24);
   require(version == 1, "'", path, "' has format version ", version, "; this build reads version 1", kRemedy);
   require(token_bytes == 2 || token_bytes == 4, "'", path, "' has ", token_bytes,
           " bytes per token; expected 2 or 4");
@@ -90,11 +81,22 @@ int64_t TokenDataset::num_samples(int64_t seq_len) const {
   return num_tokens() < 1 ? 0 : (num_tokens() - 1) / seq_len;
 }
 
+void TokenDataset::read(char* to, size_t size, int64_t offset) const {
+  for (size_t done = 0; done < size;) {
+    const ssize_t count = pread(file_->fd, to + done, size - done, offset + static_cast<int64_t>(done));
+    if (count < 0 && errno == EINTR) continue;
+    require(count >= 0, "cannot read '", path_, "': ", std::strerror(errno), "; check its disk");
+    require(count > 0, "'", path_, "' ends at byte ", offset + static_cast<int64_t>(done),
+            ": it was cut since it was opened; prepare it again, into a new file");
+    done += static_cast<size_t>(count);
+  }
+}
+
 template <typename T>
-void TokenDataset::read_as(const T* source, int64_t seq_len, int64_t vocab_limit, int64_t position,
+void TokenDataset::read_as(const char* source, int64_t seq_len, int64_t vocab_limit, int64_t position,
                            int32_t* tokens, int32_t* targets) const {
   for (int64_t i = 0; i <= seq_len; ++i) {
-    const auto token = static_cast<uint32_t>(source[i]);
+    const uint32_t token = field<T>(source, static_cast<size_t>(i) * sizeof(T));
     require(token < static_cast<uint64_t>(vocab_limit), "'", path_, "': token ", token, " at position ",
             position + i, " is outside the vocabulary of ", vocab_limit,
             "; use a model with vocab >= ", vocab_size_, " (the file's vocab_size)");
@@ -108,11 +110,12 @@ void TokenDataset::read_sample(int64_t index, int64_t seq_len, int64_t vocab_lim
   require(index >= 0 && index < num_samples(seq_len), "sample ", index, " of '", path_, "', which has ",
           num_samples(seq_len), " samples of ", seq_len, " tokens");
   const int64_t position = begin_ + index * seq_len;
-  const char* source = mapping_->data + kHeaderBytes + position * token_bytes_;
+  std::vector<char> source(static_cast<size_t>(seq_len + 1) * static_cast<size_t>(token_bytes_));
+  read(source.data(), source.size(), static_cast<int64_t>(kHeaderBytes) + position * token_bytes_);
   if (token_bytes_ == 2)
-    read_as(reinterpret_cast<const uint16_t*>(source), seq_len, vocab_limit, position, tokens, targets);
+    read_as<uint16_t>(source.data(), seq_len, vocab_limit, position, tokens, targets);
   else
-    read_as(reinterpret_cast<const uint32_t*>(source), seq_len, vocab_limit, position, tokens, targets);
+    read_as<uint32_t>(source.data(), seq_len, vocab_limit, position, tokens, targets);
 }
 
 SampleOrder::SampleOrder(int64_t num_samples, uint64_t seed, bool shuffle)

@@ -6,8 +6,8 @@
 
 namespace polyreme {
 
-// A read-only memory-mapped file of tokens, or a range of one. Copies share the mapping; any thread
-// may read.
+// A file of tokens, or a range of one, read a sample at a time: of a mapping a file that is cut, or whose
+// disk fails, would end the process. Copies share the open file; any thread may read.
 //
 // File, little endian: 64 bytes of header ("POLYTOK1", u32 version = 1, u32 bytes per token (2 or
 // 4), u64 num_tokens, u64 vocab_size, u32 crc32 of the payload, zeros), then the tokens.
@@ -24,19 +24,21 @@ class TokenDataset {
   // Samples of seq_len inputs and their successors that fit: (num_tokens - 1) / seq_len.
   int64_t num_samples(int64_t seq_len) const;
   // Writes sample `index`: tokens[i] = range[index * seq_len + i], targets[i] = the one after it. Throws
-  // InvalidArgument for a token outside [0, vocab_limit), naming its position.
+  // InvalidArgument for a token outside [0, vocab_limit), naming its position, and where the file cannot be
+  // read.
   void read_sample(int64_t index, int64_t seq_len, int64_t vocab_limit, int32_t* tokens,
                    int32_t* targets) const;
 
  private:
-  struct Mapping;
+  struct File;
 
+  void read(char* to, size_t size, int64_t offset) const;
   template <typename T>
-  void read_as(const T* source, int64_t seq_len, int64_t vocab_limit, int64_t position, int32_t* tokens,
+  void read_as(const char* source, int64_t seq_len, int64_t vocab_limit, int64_t position, int32_t* tokens,
                int32_t* targets) const;
 
   std::string path_;
-  std::shared_ptr<const Mapping> mapping_;
+  std::shared_ptr<const File> file_;
   int token_bytes_ = 2;
   int64_t vocab_size_ = 0;
   int64_t begin_ = 0;

@@ -173,6 +173,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
         *options_.pipeline.schedule, mesh.group({"pp"}), model_, part_, *stream_, params_, loss_sum_,
         options_.optimizer.trainable, pipeline::ExecutorOptions{.issue_ahead = model_.lanes.size == 1});
   }
+  updates_.resize(part_.local.size());
   agree_on_settings();
   init_weights();
 }
@@ -441,7 +442,7 @@ StepStats Engine::train_step(const HostBatch& batch, double lr, const std::strin
   }
   ++applied_steps_;
   skipped_in_a_row_ = 0;
-  optimizer_->applied();
+  count_update();
   scaler_.update(/*overflowed=*/false);
   return stats;
 }

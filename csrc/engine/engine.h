@@ -123,7 +123,7 @@ class Engine {
   // The inverse; weights reach the ranks that hold them whole. Collective.
   void write_state(std::span<const StateRange> ranges, std::span<const std::byte> from);
   // The counts behind the state. Throws InvalidArgument for negative ones, or not one for each parameter.
-  std::vector<int64_t> updates() const;
+  const std::vector<int64_t>& updates() const { return updates_; }
   void set_progress(int64_t applied_steps, int64_t skipped_steps, int64_t skipped_in_a_row,
                     std::vector<int64_t> updates);
 
@@ -165,6 +165,8 @@ class Engine {
   // Announces `count` micro-batches, forward and, if there is one, backward.
   void plan_visits(int64_t count, size_t num_layers, bool with_backward);
   void measure_gradient();
+  void count_update();
+  void set_updates(std::vector<int64_t> updates);
   // Skips the step, or throws NumericError.
   StepStats skip_step(StepStats stats);
   double read_sum(const Tensor& limbs);
@@ -198,6 +200,7 @@ class Engine {
   LossScaler scaler_;
   std::optional<double> grad_scale_;  // of the gradient that the last step has left
   int64_t applied_steps_ = 0, skipped_steps_ = 0, skipped_in_a_row_ = 0;
+  std::vector<int64_t> updates_;  // of every parameter of the model, those of other stages too
 };
 
 }  // namespace polyreme

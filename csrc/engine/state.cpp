@@ -68,12 +68,19 @@ void Engine::write_state(std::span<const StateRange> ranges, std::span<const std
   background().synchronize();
 }
 
-std::vector<int64_t> Engine::updates() const {
-  // Every step updates all parameters, those of other stages too.
-  std::vector<int64_t> all(part_.local.size(), applied_steps_);
-  for (size_t param = 0; param < all.size(); ++param)
-    if (part_.local[param] >= 0) all[param] = optimizer_->updates()[static_cast<size_t>(part_.local[param])];
-  return all;
+void Engine::count_update() {
+  std::vector<int64_t> updates = updates_;
+  const std::vector<uint8_t>& trainable = options_.optimizer.trainable;
+  for (size_t param = 0; param < updates.size(); ++param)
+    if (trainable.empty() || trainable[param] != 0) ++updates[param];
+  set_updates(std::move(updates));
+}
+
+void Engine::set_updates(std::vector<int64_t> updates) {
+  std::vector<int64_t> own;
+  for (const int param : part_.whole) own.push_back(updates[static_cast<size_t>(param)]);
+  optimizer_->set_updates(std::move(own));
+  updates_ = std::move(updates);
 }
 
 void Engine::set_progress(int64_t applied_steps, int64_t skipped_steps, int64_t skipped_in_a_row,
@@ -83,9 +90,7 @@ void Engine::set_progress(int64_t applied_steps, int64_t skipped_steps, int64_t 
           ", skipped_in_a_row ", skipped_in_a_row, "; expected at least 0, and no more in a row than in all");
   require(updates.size() == part_.local.size(), "set_progress: ", updates.size(), " counts of updates for ",
           part_.local.size(), " parameters");
-  std::vector<int64_t> own;
-  for (const int param : part_.whole) own.push_back(updates[static_cast<size_t>(param)]);
-  optimizer_->set_updates(std::move(own));
+  set_updates(std::move(updates));
   applied_steps_ = applied_steps;
   skipped_steps_ = skipped_steps;
   skipped_in_a_row_ = skipped_in_a_row;

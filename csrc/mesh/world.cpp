@@ -26,7 +26,8 @@ std::unique_ptr<TcpStore> join_store(const WorldOptions& options) {
                               .listen_fd = options.rank == 0 ? options.store_fd : -1,
                               .secret = options.secret,
                               .timeout = options.init_timeout,
-                              .greeting_limit = options.greeting_limit};
+                              .greeting_limit = options.greeting_limit,
+                              .progress = options.progress};
   if (options.rank == 0) return TcpStore::serve(store);
   return TcpStore::connect(store);
 }

@@ -6,7 +6,7 @@ import fnmatch
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .errors import InvalidArgument
@@ -86,7 +86,7 @@ def check_type(what: str, value: Any, kind: type | tuple[type, ...], expected: s
 
 def matching(what: str, patterns: Sequence[str], names: Sequence[str]) -> frozenset[str]:
     """The names of parameters that a pattern matches, as in fnmatch. A pattern that matches none is refused."""
-    if isinstance(patterns, str):
+    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
         raise InvalidArgument(f"{what}={patterns!r}; expected a list of patterns of names, such as ['wte.*']")
     found: set[str] = set()
     for pattern in patterns:

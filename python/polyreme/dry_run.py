@@ -67,6 +67,9 @@ def forecast(
         True
     """
     size = 1
+    unknown = [name for name in axes if name not in Mesh.AXES]
+    if unknown:
+        raise InvalidArgument(f"forecast: there is no axis {unknown[0]!r}; axes are {', '.join(Mesh.AXES)}")
     for name, length in axes.items():
         size *= check_int(f"forecast: {name}", length, 1)
     tokens = check_int("forecast: seq_len", model.seq_len if seq_len is None else seq_len, 1, model.seq_len)

@@ -70,6 +70,10 @@ class Group:
     is made); what is written must be contiguous, and is written in place. Where `out` is not given the
     result is a new NumPy array. Every member must make the same calls in the same order.
 
+    No gradient flows through a collective: of a tensor that requires gradients the values are read, or written, as
+    of its `detach()`; nothing is recorded, and a result requires none. The backward of a collective is for the
+    caller to call: of an all-gather a reduce-scatter, of an all-reduce an all-reduce.
+
     Reductions are "sum", "product", "max", "min" or "average" (floating point only), in one fixed order:
     the bits are the same on every member, backend and layout. float16 and bfloat16 are reduced in float32
     and rounded once.
@@ -135,7 +139,7 @@ class Group:
                     " they must be equal"
                 )
             out[...] = array
-        return self._finish(self._core.all_reduce(out, _check_op("all_reduce", op)), out, wait)
+        return self._finish(self._core.all_reduce(plain(out), _check_op("all_reduce", op)), out, wait)
 
     @_by_one_thread
     def reduce_scatter(self, array: Any, op: str = "sum", *, out: Any = None, wait: bool = True) -> Any:
@@ -146,7 +150,8 @@ class Group:
         array = readable(array)
         rows = self._rows_each("reduce_scatter", array)
         out = _output("reduce_scatter", out, array, (rows, *array.shape[1:]))
-        return self._finish(self._core.reduce_scatter(array, out, _check_op("reduce_scatter", op)), out, wait)
+        work = self._core.reduce_scatter(array, plain(out), _check_op("reduce_scatter", op))
+        return self._finish(work, out, wait)
 
     @_by_one_thread
     def all_gather(
@@ -165,7 +170,7 @@ class Group:
         counts = [] if rows is None else [n * width for n in rows]
         total = self.size * array.shape[0] if rows is None else sum(rows)
         out = _output("all_gather", out, array, (total, *array.shape[1:]))
-        return self._finish(self._core.all_gather(array, out, counts), out, wait)
+        return self._finish(self._core.all_gather(array, plain(out), counts), out, wait)
 
     @_by_one_thread
     def broadcast(self, array: Any, root: int = 0, *, wait: bool = True) -> Any:
@@ -174,7 +179,7 @@ class Group:
         Returns: `array`, or its `Work` if not `wait`.
         """
         root = self._check_member("broadcast: root", root)
-        return self._finish(self._core.broadcast(array, root), array, wait)
+        return self._finish(self._core.broadcast(plain(array), root), array, wait)
 
     @_by_one_thread
     def all_to_all(
@@ -209,7 +214,7 @@ class Group:
             receives = [n * width for n in receive_rows]
             total = sum(receive_rows)
         out = _output("all_to_all", out, array, (total, *array.shape[1:]))
-        return self._finish(self._core.all_to_all(array, out, sends, receives), out, wait)
+        return self._finish(self._core.all_to_all(array, plain(out), sends, receives), out, wait)
 
     def send(self, array: Any, to: int, *, wait: bool = True) -> Any:
         """Sends `array` to another member, which calls `receive`. Returns None, or a `Work`."""
@@ -243,7 +248,7 @@ class Group:
             for array, peer in _check_pairs("sends", sends)
         ]
         source = [
-            (array, self._check_member("exchange: sender", peer))
+            (plain(array), self._check_member("exchange: sender", peer))
             for array, peer in _check_pairs("receives", receives)
         ]
         return self._finish(self._core.exchange(to, source), None, wait)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from . import _core
 from .arrays import Target, check_distinct, check_float, check_memory, check_not_freed, dtype_name, readable
 from .checks import MAX_SEED, check_int, check_number, check_type, matching
-from .errors import Error, InvalidArgument, NumericError
+from .errors import InvalidArgument, NumericError
 from .group import Group
 from .loss_scaler import LossScaler
 from .norms import check_norm_type
@@ -270,12 +270,13 @@ class ShardedOptimizer:
             InvalidArgument: on all ranks if on one. Nothing was taken, and the micro-batch goes on.
             NumericError: a gradient is not finite; on all ranks. Nothing was updated.
         """
-        taken = self._agreed(lambda: self._checked_step(grads, count))
+        taken, lr = self._agreed(
+            lambda: (self._checked_step(grads, count), self.rule.lr_at(self.applied_steps + 1))
+        )
         if taken is not None:
             self._end_micro_batch(grads, taken, count)
         counted = [each for each in self._counts if each is not None]
         total = sum(counted) if counted else len(self._counts)
-        lr = self.rule.lr_at(self.applied_steps + 1)
         scale = self.loss_scale
         with self._calls("ShardedOptimizer.step"):
             raw = self._core.step(lr=lr, loss_scale=scale, count=total, counted=bool(counted))
@@ -385,7 +386,7 @@ class ShardedOptimizer:
         """What `check` gives, if it gives something on every rank; otherwise all ranks raise."""
         try:
             result = check()
-        except Error as error:
+        except Exception as error:
             with contextlib.suppress(InvalidArgument), self._calls("ShardedOptimizer"):
                 self._core.agree(str(error))
             raise

@@ -209,11 +209,11 @@ class Trainer:
         Example:
             >>> trainer.step([short_tokens, long_tokens], [short_targets, long_targets])  # doctest: +SKIP
         """
-        lr = self.optimizer.lr_at(self.applied_steps + 1)
         start = self._begin()
         lengths: list[int] = []
         given: tuple[Any, Any] = (tokens, targets)
-        try:
+        with self._told_if_refused():
+            lr = self.optimizer.lr_at(self.applied_steps + 1)
             if isinstance(tokens, (list, tuple)) and tokens and as_array(tokens[0], "tokens").ndim == 2:
                 *joined, lengths = joined_batch(tokens, targets, self.model.seq_len, self._micro_rows())
                 given = (joined[0], joined[1])
@@ -222,17 +222,23 @@ class Trainer:
                 raise InvalidArgument(
                     f"tokens have shape {list(arrays[0].shape)}, targets {list(arrays[1].shape)}; they must be equal"
                 )
-        except InvalidArgument:
-            nothing = np.zeros((0, 0), np.int32)
-            with contextlib.suppress(InvalidArgument), self._calls("step"):
-                self._engine.train_batch(nothing, nothing, lr)  # which it refuses, on all ranks
-            raise
         with self._calls("step"):
             raw = self._engine.train_batch(*arrays, lr, lengths)
         seconds = time.perf_counter() - start
         if not self._compared_batches:
             self._warn_of_equal_batches(*arrays)
         return self._stats(raw, lr, seconds)
+
+    @contextlib.contextmanager
+    def _told_if_refused(self) -> Iterator[None]:
+        """What this rank raises before it takes part in a step, the others, which wait in it, raise too."""
+        try:
+            yield
+        except Exception:
+            nothing = np.zeros((0, 0), np.int32)
+            with contextlib.suppress(InvalidArgument), self._calls("step"):
+                self._engine.train_batch(nothing, nothing, 0.0)  # which it refuses, on all ranks
+            raise
 
     def _micro_rows(self) -> list[int]:
         """Samples of each of this rank's micro-batches, in order."""
@@ -315,8 +321,9 @@ class Trainer:
         order = _core.SampleOrder(data.num_samples, self.seed, True)
         while self.applied_steps < steps:
             position = self.applied_steps + self.skipped_steps
-            lr = self.optimizer.lr_at(self.applied_steps + 1)
             start = self._begin()
+            with self._told_if_refused():
+                lr = self.optimizer.lr_at(self.applied_steps + 1)
             with self._calls("fit"):
                 raw = self._engine.train_step(data._core, order, position, lr)
             stats = self._stats(raw, lr, time.perf_counter() - start)

@@ -25,7 +25,8 @@ from polyreme.checkpoint import ArrayPart, complete_steps, latest_step
 from polyreme.testing import run_ranks
 
 RANKS = 2
-SIZE = 3000  # of a tensor: some pages
+SIZE = 20_000  # of a tensor: enough to go past the page cache
+LARGE_SIZE = 600_000  # several writes of a file, by two threads at once
 
 
 class NoExchange(_core.FileOps):
@@ -168,4 +169,5 @@ if __name__ == "__main__":
     if mode == "points":
         print(json.dumps(die_at_every_point(where, sys.argv[3])))
     else:
+        SIZE = LARGE_SIZE
         print(json.dumps(die_at_random(where, int(sys.argv[3]), int(sys.argv[4]))))

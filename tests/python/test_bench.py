@@ -325,7 +325,7 @@ def test_checkpoint_json(tmp_path):
     assert set(result["seconds"]) == {"plain", "polyreme"}
     assert set(result["speed_ratios"]) == {
         "stall_over_memcpy",
-        "save_over_plain_write",
+        "write_over_plain_write",
         "load_over_plain_read",
         "reload_over_plain_read",
     }

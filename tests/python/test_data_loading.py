@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import polyreme as pr
 import pytest
@@ -95,7 +97,7 @@ def test_o_dl_01_a_skipped_batch_is_not_taken_again(tmp_path):
 
 
 def test_o_dl_04_nobody_who_loads_is_part_of_the_state(tmp_path, monkeypatch):
-    """There are no workers to count: samples come from a mapped file. Ranks and threads may change."""
+    """There are no workers to count: samples come from the file itself. Ranks and threads may change."""
     data = dataset(tmp_path, 24)
     expected, _ = losses_of_ids(data, 6, 4)
     for number, (first, second) in enumerate([(2, 1), (1, 2)]):
@@ -177,3 +179,19 @@ def test_f82_a_loader_that_fails_on_one_rank(batches):
     assert "rank 1" in errors
     assert "RuntimeError: DataLoader worker (pid 123) is killed by signal: Killed" in errors
     assert "timed out" not in errors
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path):
+    data = dataset(tmp_path, 40)
+
+    def body(world):
+        trainer = make_trainer(world, MODEL, global_batch=4)
+        steps = trainer.fit(data, steps=12)
+        next(steps)
+        os.truncate(data.path, 100)
+        with pytest.raises(pr.InvalidArgument) as caught:
+            list(steps)
+        return str(caught.value)
+
+    for text in run_ranks(2, body):
+        assert "was cut since it was opened" in text or "refused this call" in text

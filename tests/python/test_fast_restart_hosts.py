@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
+import sys
 
 import pytest
-from helpers import json_lines
+from helpers import HANG_S, json_lines, python_corpus
 from polyreme.checkpoint import complete_steps
-from two_hosts import TwoHosts, why_not
+from test_fast_restart import SCRIPT as RESTARTED
+from two_hosts import ADDRESSES, PORT, TwoHosts, why_not
 
 pytestmark = pytest.mark.mp
 
@@ -92,3 +95,35 @@ def test_what_the_hosts_keep_for_each_other(tmp_path):
             hosts.on(host, "sh", "-c", f"rm {SEGMENT}/*/step-000000000[45]/manifest.json")
         found, _ = run(hosts, path, [])
         assert (found["step"], found["source"]) == (1, "disk")
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_torchrun_on_two_nodes(tmp_path):
+    """A rank of the second node dies. Its agent counts a restart, the other one may not; both ranks meet again, and
+    go on from memory."""
+    if reason := why_not():
+        pytest.skip(reason)
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torchrun is not installed")
+    (tmp_path / "script.py").write_text(RESTARTED)
+    (tmp_path / "hosts").write_text("\n".join(map(" ".join, zip(ADDRESSES, ("left", "right"), strict=True))))
+    (tmp_path / "resolv.conf").touch()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}"]
+    script = [
+        str(tmp_path / "script.py"),
+        str(python_corpus(tmp_path)),
+        str(tmp_path / "run"),
+        "1",
+        "[[0, 9]]",
+    ]
+    with TwoHosts() as hosts:
+        for host, address in enumerate(ADDRESSES):
+            for name in ("hosts", "resolv.conf"):  # nobody else is asked for names
+                hosts.on(host, "mount", "--bind", str(tmp_path / name), f"/etc/{name}")
+            hosts.launch(host, [*command, "--local-addr", address, *script])
+        ends = hosts.ends(5 * HANG_S)
+        assert [code for code, _, _ in ends] == [0, 0], ends
+        (found,) = [line for _, out, _ in ends for line in json_lines(out)]
+        assert found["source"] == [8, "memory"]

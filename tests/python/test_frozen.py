@@ -87,3 +87,28 @@ def test_refusals():
         refused(pr.InvalidArgument, ["exp_avg"], lambda: trainer.optimizer_state("wpe.weight", "exp_avg"))
 
     run_ranks(1, body)
+
+
+def test_o_uf_04_counts_of_updates_are_each_parameters_own(tmp_path):
+    """Frozen, saved, resumed without freezing: bias correction begins where a parameter's updates begin."""
+    name = "h.0.attn.qkv.weight"
+
+    def run(world, whole):
+        rule = pr.AdamW(lr=1e-3, eps=1e-12)
+        trainer = make_trainer(world, MODEL, optimizer=rule, frozen=[] if whole else [name])
+        weights = trainer.parameter(name)
+        with pr.Checkpointer(tmp_path / str(whole)) as checkpoints:
+            trainer.step(*DATA[0])
+            checkpoints.save(trainer, step=1)
+            again = make_trainer(world, MODEL, optimizer=rule)
+            checkpoints.load(again, strict=whole)
+        counts = dict(zip(again.parameter_names(), again._engine.updates, strict=True))
+        assert counts.pop(name) == int(whole)
+        assert set(counts.values()) == {1}
+        again.step(*DATA[1])
+        return weights, again.parameter(name), again.gradient(name)
+
+    weights, updated, gradient = run_ranks(1, lambda world: run(world, False))[0]
+    # Adam's first update of an element is lr against the sign of its gradient, whatever its size.
+    np.testing.assert_allclose(weights - updated, 1e-3 * np.sign(gradient), rtol=1e-2)
+    run_ranks(1, lambda world: run(world, True))

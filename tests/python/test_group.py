@@ -113,6 +113,31 @@ def test_o_fl_06_waiting_lets_other_python_threads_run(call):
 
 
 @pytest.mark.torch
+def test_o_pg_07_no_gradient_flows_through_a_collective():
+    torch = pytest.importorskip("torch")
+
+    def body(world, group):
+        x = torch.full((2,), group.rank + 1.0, requires_grad=True)
+        part = torch.full((1,), group.rank + 1.0, requires_grad=True)
+        reduced, whole, out = group.all_reduce(x), torch.empty(2), torch.empty(1, requires_grad=True)
+        group.all_gather(part, out=whole)
+        group.reduce_scatter(x, out=out)
+        assert (reduced.tolist(), whole.tolist(), out.tolist()) == ([3.0, 3.0], [1.0, 2.0], [3.0])
+        assert not whole.requires_grad
+        # The convention by hand: the gradient of sum(all_gather(part) ** 2), summed over the ranks.
+        grad = torch.empty(1)
+        group.reduce_scatter(2 * whole, out=grad)
+        assert grad.tolist() == [[4.0], [8.0]][group.rank]
+        # Written in place as under no_grad: still a leaf, that of the root.
+        assert group.broadcast(x, root=1) is x
+        assert (x.is_leaf, x.requires_grad, x.tolist()) == (True, True, [2.0, 2.0])
+        (x**2).sum().backward()
+        assert x.grad.tolist() == [4.0, 4.0]
+
+    ranks(2, body)
+
+
+@pytest.mark.torch
 def test_torch_tensors_are_worked_on_in_place():
     torch = pytest.importorskip("torch")
 

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import polyreme as pr
 import pytest
-from helpers import TINY, alone, batches, fingerprint, local_part, make_trainer, train
+from helpers import TINY, alone, batches, fingerprint, local_part, make_trainer, token_file, train
 from polyreme import _core
 from polyreme.data.token_file import write_tokens
 from polyreme.testing import run_ranks
@@ -495,6 +495,34 @@ def test_a_layer_cannot_call_its_trainer():
     assert trainer.step(*batch).step == 1
     assert "inside of step" in refusals[0]
     assert "around this call" in refusals[0]
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_learning_rate_that_fails_on_one_rank_is_told(tmp_path, fits):
+    model = pr.models.GPT(**TINY)
+    tokens, targets = batches(1, 4, model)[0]
+    data = pr.data.TokenDataset(
+        token_file(tmp_path, np.arange(300) % model.vocab, model.vocab), seq_len=model.seq_len
+    )
+
+    def run(world):
+        def rate(step):
+            if world.rank == 1 and step == 2:
+                raise ZeroDivisionError("mine")
+            return 1e-3
+
+        trainer = make_trainer(world, model, global_batch=4, optimizer=pr.AdamW(lr=rate))
+        steps = trainer.fit(data, steps=3)
+        if not fits:
+            steps = (trainer.step(local_part(world, tokens), local_part(world, targets)) for _ in range(3))
+        with pytest.raises((pr.InvalidArgument, ZeroDivisionError)) as caught:
+            list(steps)
+        assert trainer.applied_steps == 1
+        return str(caught.value)
+
+    first, second = run_ranks(2, run)
+    assert "rank 1 refused this call" in first
+    assert second == "mine"
 
 
 # ---- ranks that do not mean the same ----

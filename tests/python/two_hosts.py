@@ -120,19 +120,22 @@ class TwoHosts:
                     "LOCAL_WORLD_SIZE": str(count),
                     "MASTER_ADDR": ADDRESSES[0],
                     "MASTER_PORT": str(PORT),
-                    "POLYREME_SECRET": "two hosts",
                     **environment,
                 }
-                self._ranks.append(
-                    subprocess.Popen(
-                        [*self._enter(host), sys.executable, "-u", str(script)],
-                        env=clean_environment(**variables),
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.PIPE,
-                        text=True,
-                    )
-                )
+                self.launch(host, [sys.executable, "-u", str(script)], **variables)
                 rank += 1
+
+    def launch(self, host: int, command: list[str], **environment: str) -> None:
+        """Starts a command on a host."""
+        self._ranks.append(
+            subprocess.Popen(
+                [*self._enter(host), *command],
+                env=clean_environment(**{"POLYREME_SECRET": "two hosts", **environment}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
 
     def wait_for(self, paths: list[Path], limit_s: float = 60.0) -> None:
         """Waits until the ranks have made these files."""

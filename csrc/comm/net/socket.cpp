@@ -24,6 +24,9 @@ namespace polyreme {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+// Of one try of an address: a connection that is not there by then, over lost packets too, will not come.
+constexpr auto kTryLimit = std::chrono::seconds(10);
+
 using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
 AddressList resolve(const std::string& host, int port, int flags) {
@@ -165,13 +168,22 @@ void set_connection_options(const FileDescriptor& socket, std::chrono::milliseco
 }
 
 FileDescriptor dial(const std::string& host, int port, const DialOptions& options) {
-  const Deadline deadline = Clock::now() + options.limit;
+  const Deadline start = Clock::now(), deadline = start + options.limit;
   const AddressList addresses = resolve(host, port, 0);
   std::map<std::string, int> answers;
+  const auto tried = [&] {
+    std::string text;
+    for (const auto& [address, error] : answers)
+      text += concat(text.empty() ? "" : "; ", address, ": ", std::strerror(error));
+    return text;
+  };
+  auto patience = options.patience;
   do {
     for (const addrinfo* address = addresses.get(); address != nullptr; address = address->ai_next) {
       FileDescriptor fd = open_socket(*address);
-      int error = try_connect(fd, *address, deadline);
+      // An address that drops what it gets does not keep the others, and the user, waiting.
+      const Deadline give_up = Clock::now() + kTryLimit;
+      int error = try_connect(fd, *address, options.insist ? std::min(deadline, give_up) : deadline);
       if (error == 0 && is_connected_to_itself(fd)) {
         const linger reset{1, 0};  // frees the port at once
         setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &reset, sizeof(reset));
@@ -184,16 +196,19 @@ FileDescriptor dial(const std::string& host, int port, const DialOptions& option
       answers[address_text(*address)] = error;
     }
     check_interrupt();
+    if (options.progress && Clock::now() - start >= patience) {
+      options.progress(concat(options.what, " at ", endpoint_text(host, port), " yet (tried ", tried(),
+                              "); trying for ", static_cast<double>(options.limit.count()) / 1000, " s",
+                              options.remedy));
+      patience *= 2;
+    }
     if (options.insist) std::this_thread::sleep_for(std::chrono::milliseconds(20));
   } while (options.insist && Clock::now() < deadline);
-  std::string tried;
-  for (const auto& [address, error] : answers)
-    tried += concat(tried.empty() ? "" : "; ", address, ": ", std::strerror(error));
   const bool late = Clock::now() >= deadline;
   const std::string text = concat(
       options.what, " at ", endpoint_text(host, port),
       late ? concat(" within ", static_cast<double>(options.limit.count()) / 1000, " s") : std::string(),
-      " (tried ", tried, ")", options.remedy);
+      " (tried ", tried(), ")", options.remedy);
   require<PeerLost>(late, text);
   throw Timeout(text);
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -55,6 +56,9 @@ struct DialOptions {
   // For messages: what is missing, and what to do.
   const char* what = "nobody answers";
   const char* remedy = "";
+  // Told who was tried and what they answered, after `patience` and then at growing intervals.
+  std::function<void(const std::string&)> progress;
+  std::chrono::milliseconds patience{std::chrono::seconds(5)};
 };
 // Tries all addresses of `host` until somebody accepts. Throws Timeout naming the addresses and
 // what they answered, CommError if the name has none.

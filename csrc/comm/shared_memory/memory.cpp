@@ -125,7 +125,8 @@ class PosixSource final : public SharedMemorySource {
   std::shared_ptr<SharedMemory> create(size_t size_bytes, std::string* name) override {
     const std::string fresh = prefix_ + random_suffix();
     const OpenFile file{shm_open(fresh.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600)};
-    require<CommError>(file.fd >= 0, "cannot create shared memory ", fresh, ": ", std::strerror(errno));
+    require<CommError>(file.fd >= 0, "cannot create shared memory ", fresh, ": ", std::strerror(errno),
+                       "; make /dev/shm writable, or go without it: POLYREME_TRANSPORT=tcp");
     try {
       // Without the reservation a full /dev/shm would be a SIGBUS at the first touch.
       const auto length = static_cast<off_t>(size_bytes);
@@ -150,7 +151,8 @@ class PosixSource final : public SharedMemorySource {
     const std::string fresh = prefix_ + random_suffix();
     const size_t size_bytes = host_memory_bytes();
     OpenFile file{shm_open(fresh.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600)};
-    require<CommError>(file.fd >= 0, "cannot create shared memory ", fresh, ": ", std::strerror(errno));
+    require<CommError>(file.fd >= 0, "cannot create shared memory ", fresh, ": ", std::strerror(errno),
+                       "; make /dev/shm writable, or go without it: POLYREME_TRANSPORT=tcp");
     void* address = MAP_FAILED;
     if (ftruncate(file.fd, static_cast<off_t>(size_bytes)) == 0)
       address = map_arena(file.fd, size_bytes, PROT_READ | PROT_WRITE);
@@ -200,8 +202,8 @@ class PosixSource final : public SharedMemorySource {
       free_text = concat(static_cast<uint64_t>(status.f_bavail) * status.f_frsize, " bytes");
     return concat("cannot reserve ", size_bytes,
                   " bytes of shared memory in /dev/shm: ", std::strerror(error), "; ", free_text,
-                  " are free. Lower chunk_bytes, or enlarge /dev/shm (docker run --shm-size, or ",
-                  "mount -o remount,size=... /dev/shm)");
+                  " are free. Enlarge /dev/shm (docker run --shm-size, or ",
+                  "mount -o remount,size=... /dev/shm), or go without it: POLYREME_TRANSPORT=tcp");
   }
 
   std::string prefix_;

@@ -20,9 +20,8 @@ namespace polyreme {
 namespace {
 
 constexpr int64_t kPrefetchedFromBytes = 4 << 20;
-constexpr int64_t kStreamedFromBytes = 24 << 20;
 
-constexpr int64_t kLine = 64;
+constexpr int64_t kLine = kStreamedLine;
 constexpr int64_t kPage = 4096;
 
 void copy_prefetched(char* to, const char* from, int64_t bytes) {
@@ -60,13 +59,26 @@ void copy_streamed(char* to, const char* from, int64_t bytes) {
         stream_line(to + place, from + place);
       }
   std::memcpy(to + at, from + at, static_cast<size_t>(bytes - at));
-  _mm_sfence();  // atomics do not order streamed stores
+  stream_end();
 }
 #else
 void copy_streamed(char* to, const char* from, int64_t bytes) { copy_prefetched(to, from, bytes); }
 #endif
 
 }  // namespace
+
+#if defined(__x86_64__)
+void stream_lines(void* to, const void* from, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += kLine)
+    stream_line(static_cast<char*>(to) + line, static_cast<const char*>(from) + line);
+}
+void stream_end() { _mm_sfence(); }  // atomics do not order streamed stores
+#else
+void stream_lines(void* to, const void* from, int64_t bytes) {
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+void stream_end() {}
+#endif
 
 void stream_copy(void* to, const void* from, int64_t bytes, int64_t total_bytes) {
   if (bytes <= 0 || to == from) return;

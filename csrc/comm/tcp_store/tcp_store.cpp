@@ -158,7 +158,8 @@ FileDescriptor open_store(const TcpStoreOptions& options, int port) {
   FileDescriptor socket = dial(options.host, port,
                                {.limit = options.timeout,
                                 .what = "no store",
-                                .remedy = "; did rank 0 start, and can this host reach it?"});
+                                .remedy = "; did rank 0 start, and can this host reach it?",
+                                .progress = options.progress});
   // `deadline` is of the start-up; a foreign program is recognised earlier.
   greet(socket, store_wire::kProtocol, options.secret, "", "", endpoint_text(options.host, port),
         std::min(deadline, Clock::now() + options.greeting_limit));

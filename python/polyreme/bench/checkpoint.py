@@ -1,9 +1,11 @@
 """Saving and loading against memcpy, a plain file, torch.save and torch.distributed.checkpoint: one rank, one disk.
 
-Every contender has the same tensors; they take turns, and the medians are compared. Files are durable (fsync) at the
-end of every save. A load comes from the disk: the page cache is told to forget the files before it. A second one, the
-"reload", comes from the page cache as far as the first has filled it. "plain" is the better of a buffered writer or
-reader and one that goes past the page cache (O_DIRECT), 8 MiB at a time.
+Every contender has the same tensors; they take turns, in changing order, and what they did in the same round is
+compared: the medians of those ratios count. Files are durable (fsync) at the end of every save; earlier files are
+deleted before it. A save is the copy into staging memory (the stall), which a plain file does not need, and the write.
+A load comes from the disk: the page cache is told to forget the files before it. A second one, the "reload", comes from
+the page cache as far as the first has filled it. "plain" is a buffered writer or reader, or one that goes past the page
+cache (O_DIRECT), 8 MiB at a time: whichever has the better median.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import init
-from ..checkpoint import Checkpointer
+from ..checkpoint import Checkpointer, complete_steps
+from ..checkpoint.directory import step_name
 from ..checks import check_int
 from ..environment import RankEnvironment
 from ..errors import InvalidArgument, NotAvailable
@@ -82,30 +85,52 @@ def bench_checkpoint(
             turns["dcp"] = _dcp(state, folder)
         seen: dict[str, list[dict[str, float]]] = {name: [] for name in turns}
         for repeat in range(repeats + 1):  # the first is a warm-up
-            for name, turn in turns.items():
-                result = turn()
+            for name in list(turns)[:: 1 if repeat % 2 else -1]:
+                result = turns[name]()
                 if repeat:
                     seen[name].append(result)
-        rows = {
-            n: {k: statistics.median(r[k] for r in results) for k in results[0]}
-            for n, results in seen.items()
-        }
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    own, plain = rows["polyreme"], rows["plain"]
+    seen["plain"] = _better_of_each(seen["plain"])
     ratios = {
-        "stall_over_memcpy": plain["memcpy_s"] / own["stall_s"],
-        "save_over_plain_write": plain["save_s"] / own["save_s"],
-        "load_over_plain_read": plain["load_s"] / own["load_s"],
-        "reload_over_plain_read": plain["reload_s"] / own["reload_s"],
+        "stall_over_memcpy": _ratios(seen, "plain", "memcpy_s", "stall_s"),
+        "write_over_plain_write": _ratios(seen, "plain", "write_s", "write_s"),
+        "load_over_plain_read": _ratios(seen, "plain", "load_s", "load_s"),
+        "reload_over_plain_read": _ratios(seen, "plain", "reload_s", "reload_s"),
     }
     for name in turns:
         if name in RIVALS:
             for key in ("stall_s", "save_s", "load_s", "reload_s"):
-                if key in rows[name]:
-                    ratios[f"{key[:-2]}_over_{name}"] = rows[name][key] / own[key]
-    size = sum(array.nbytes for array in state.values())
-    return {"bytes": size, "repeats": repeats, "seconds": rows, "speed_ratios": ratios}
+                if key in seen[name][0]:
+                    ratios[f"{key[:-2]}_over_{name}"] = _ratios(seen, name, key, key)
+    return {
+        "bytes": sum(array.nbytes for array in state.values()),
+        "repeats": repeats,
+        "seconds": {
+            name: {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
+            for name, rounds in seen.items()
+        },
+        "speed_ratios": {name: statistics.median(values) for name, values in ratios.items()},
+        "ranges": {name: [min(values), max(values)] for name, values in ratios.items()},
+    }
+
+
+def _ratios(seen: dict[str, list[dict[str, float]]], rival: str, key: str, own_key: str) -> list[float]:
+    """Of each round: above 1 where ours is faster."""
+    return [theirs[key] / own[own_key] for theirs, own in zip(seen[rival], seen["polyreme"], strict=True)]
+
+
+def _better_of_each(rounds: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Of "direct write_s" and "buffered write_s" the one with the better median, as "write_s"."""
+
+    def median(key: str) -> float:
+        return statistics.median(r[key] for r in rounds)
+
+    kinds: dict[str, list[str]] = {}
+    for key in rounds[0]:
+        kinds.setdefault(key.rsplit(" ", 1)[-1], []).append(key)
+    best = {name: min(keys, key=median) for name, keys in kinds.items()}
+    return [{name: r[key] for name, key in best.items()} for r in rounds]
 
 
 def _drop_cache(folder: str) -> None:
@@ -163,19 +188,13 @@ def _plain(state: Arrays, folder: str) -> Turn:
             os.close(fd)
         return time.perf_counter() - start
 
-    def best(call: Callable[[int], float]) -> float:
-        buffered = call(0)
-        try:
-            return min(buffered, call(os.O_DIRECT))
-        except OSError:  # not every file system can
-            return buffered
-
-    def read_from_disk(flags: int) -> float:
-        _drop_cache(path)
-        return read(flags)
-
     def turn() -> dict[str, float]:
-        result = {"memcpy_s": _timed(copy), "save_s": best(write), "load_s": best(read_from_disk)}
+        result = {"memcpy_s": _timed(copy)}
+        for kind, flags in (("buffered", 0), ("direct", os.O_DIRECT)):
+            with contextlib.suppress(OSError):  # not every file system can
+                result[f"{kind} write_s"] = write(flags)
+                _drop_cache(path)
+                result[f"{kind} load_s"] = read(flags)
         read(0)
         return {**result, "reload_s": read(0)}
 
@@ -186,18 +205,22 @@ def _own(state: Arrays, folder: str) -> Turn:
     world = init(environment=RankEnvironment(), num_threads=1)
     target = {name: np.empty_like(array) for name, array in state.items()}
     path = os.path.join(folder, "own")
-    checkpoints = Checkpointer(path, world=world, keep=1, on_error="raise", signals=False)
+    # Everybody's earlier files are deleted between the turns.
+    checkpoints = Checkpointer(path, world=world, keep=1_000_000, on_error="raise", signals=False)
     step = 0
 
     def turn() -> dict[str, float]:
         nonlocal step
+        for earlier in complete_steps(path):
+            shutil.rmtree(os.path.join(path, step_name(earlier)))
         step += 1
         start = time.perf_counter()
         checkpoints.save_async(state, step=step)
         stall = time.perf_counter() - start
         checkpoints.wait()
         save = time.perf_counter() - start
-        return {"stall_s": stall, "save_s": save, **_loads(path, lambda: checkpoints.load(target))}
+        loads = _loads(path, lambda: checkpoints.load(target))
+        return {"stall_s": stall, "write_s": checkpoints.stats.write_s, "save_s": save, **loads}
 
     return turn
 
@@ -309,16 +332,18 @@ def render_checkpoint(result: dict[str, Any]) -> list[str]:
     size = result["bytes"]
     lines = [
         f"{size / 2**20:.0f} MiB, median of {result['repeats']}",
-        f"{'':10} {'stall':>18} {'save':>18} {'load':>18} {'reload':>18}",
+        f"{'':10} " + " ".join(f"{column:>18}" for column in ("stall", "write", "save", "load", "reload")),
     ]
     for name, row in result["seconds"].items():
         cells = []
-        for key in ("stall_s", "save_s", "load_s", "reload_s"):
+        for key in ("stall_s", "write_s", "save_s", "load_s", "reload_s"):
             seconds = row.get(key)
             cells.append(f"{seconds:8.3f} s {size / seconds / 1e9:5.2f} GB/s" if seconds else "-")
         lines.append(f"{name:10} " + " ".join(f"{cell:>18}" for cell in cells))
     lines.append(f"memcpy     {result['seconds']['plain']['memcpy_s']:8.3f} s")
-    lines += [f"{name}: {ratio:.2f}" for name, ratio in result["speed_ratios"].items()]
+    for name, ratio in result["speed_ratios"].items():
+        low, high = result["ranges"][name]
+        lines.append(f"{name}: {ratio:.2f} ({low:.2f} to {high:.2f})")
     if "training" in result:
         row = result["training"]
         lines.append(

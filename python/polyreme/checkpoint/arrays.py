@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from .. import _core
 from ..checks import check_int
 from ..errors import InvalidArgument
-from .layout import HeldTensor
+from .layout import HeldTensor, State
 from .manifest import ITEM_BYTES
 from .slab import Slab
 
-__all__ = ["ArrayPart", "ArrayState"]
+__all__ = ["ArrayPart", "ArrayState", "state_of"]
 
 _NUM_THREADS = 4
 _PORTION_BYTES = 16 << 20
@@ -152,3 +152,11 @@ def _slab_of(name: str, part: ArrayPart | None, shape: tuple[int, ...]) -> Slab 
         return Slab.of(dim, ranges, shape)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"state {name!r}: {error}") from None
+
+
+def state_of(state: Any, *, writable: bool) -> State:
+    """A Trainer's, or that of arrays."""
+    if hasattr(state, "_checkpoint_state"):
+        result: State = state._checkpoint_state()
+        return result
+    return ArrayState(state, writable=writable)

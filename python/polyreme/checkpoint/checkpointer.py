@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import threading
@@ -13,8 +11,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from .. import _core
 from ..checks import check_int, check_timeout, check_type
 from ..environment import memory_segment
@@ -22,11 +18,11 @@ from ..errors import CheckpointCorrupt, CheckpointError, Error, InvalidArgument
 from ..verification import is_verifying
 from ..world import World
 from . import directory as names
-from .arrays import ArrayState
-from .layout import Planner, State, check_names, gather, join_errors, names_everywhere, require_agreement
-from .loader import CheckpointFiles, Match, match_tensors
-from .manifest import ITEM_BYTES, encode_json
+from .agreement import AgreedSave, agree_on_save, agree_on_settings
+from .arrays import state_of
+from .layout import Planner, State, require_agreement
 from .peers import Peers, find_segment
+from .restore import restore
 from .results import CheckpointStats, Restored
 from .saver import SaveJob, Staging
 from .signals import SAVE_AND_END, SignalWatch
@@ -187,15 +183,7 @@ class Checkpointer:
             "signals": self._use_signals,
             "check_replicas": self._checks_replicas,
         }
-        facts = {"settings": settings, "error": ""}
-        first = require_agreement(world._core, "Checkpointer", facts)[0]["settings"]
-        different = [
-            f"{name}={own!r}, rank 0 has {first[name]!r}"
-            for name, own in settings.items()
-            if own != first[name]
-        ]
-        facts["error"] = "; ".join(different)
-        require_agreement(world._core, "Checkpointer: all ranks need the same arguments", facts)
+        agree_on_settings(world._core, settings)
         self._world = world
         return world._core
 
@@ -305,60 +293,42 @@ class Checkpointer:
         if self.when_busy == "wait" or (self._thread is not None and not self._thread.is_alive()):
             self._finish()
         self._raise_earlier()
-        document: dict[str, Any] = dict(extras or {})
-        local: Error | None = None
-        facts: dict[str, Any] = {"step": step, "busy": self._thread is not None, "error": ""}
-        try:
-            source = _state_of(state, writable=False)
-            held, scalars = source.held(), source.scalars()
-            check_names(held)
-            facts["scalars"] = hashlib.sha256(
-                encode_json("extras", document) + encode_json("scalars", scalars)
-            ).hexdigest()
-            facts["digest"] = self._planner.digest(held)
-            facts["generation"] = names.new_generation()
-        except Error as error:
-            local = error
-            facts["error"] = str(error)
-        what = f"checkpoint save of step {step}"
-        try:
-            everybody = require_agreement(core, what, facts)
-        except CheckpointError:
-            if local is not None:
-                raise local from None
-            raise
-        for key in ("step", "scalars"):
-            ranks = [r for r, f in enumerate(everybody) if f[key] != everybody[0][key]]
-            if ranks:
-                raise CheckpointError(
-                    f"{what}: rank {ranks[0]} has another {'step' if key == 'step' else 'extras'} than rank 0:"
-                    f" {everybody[ranks[0]][key]} and {everybody[0][key]}; all ranks must save the same"
-                )
-        if any(f["busy"] for f in everybody):
+        agreed = agree_on_save(
+            core, self._planner, state, step, dict(extras or {}), busy=self._thread is not None
+        )
+        if agreed.is_busy:
             self.stats = replace(self.stats, skipped=self.stats.skipped + 1)
             return False
         if self._checks_replicas and hasattr(state, "check_replicas"):
             state.check_replicas()
-        plan = self._planner.plan(core, held, [f["digest"] for f in everybody])
-        shards = self._staging.fill(plan, held, source, core.rank)
+        self._job = self._staged(core, step, agreed)
+        self._thread = self._job.start()
+        self.stats = replace(
+            self.stats, stall_s=time.perf_counter() - start, staging_bytes=self._staging.num_bytes
+        )
+        return True
+
+    def _staged(self, core: _core.World, step: int, agreed: AgreedSave) -> SaveJob:
+        """Copies what this rank writes. Collective."""
+        source = agreed.source
+        plan = self._planner.plan(core, source.held(), agreed.digests)
+        shards = self._staging.fill(plan, source.held(), source, core.rank)
         received = self._peers.send(plan, self._staging, shards) if self._peers is not None else None
-        job = SaveJob(
+        layout = {"num_ranks": core.size, "version": _core.__version__, **source.layout()}
+        if self._segment:
+            layout["job"] = self._job_name()
+        return SaveJob(
             world=core,
             files=self._files,
             directory=self.directory,
             step=step,
-            generation=everybody[0]["generation"],
+            generation=agreed.generation,
             plan=plan,
             staging=self._staging,
             shards=shards,
-            layout={
-                "num_ranks": core.size,
-                "version": _core.__version__,
-                **source.layout(),
-                **({"job": self._job_name()} if self._segment else {}),
-            },
-            scalars=scalars,
-            extras=document,
+            layout=layout,
+            scalars=agreed.scalars,
+            extras=agreed.extras,
             keep=self.keep,
             timeout_s=self.timeout_s,
             segment=self._segment,
@@ -367,12 +337,6 @@ class Checkpointer:
             kept=self._peers.kept if self._peers is not None else (),
             received=received,
         )
-        self._job = job
-        self._thread = job.start()
-        self.stats = replace(
-            self.stats, stall_s=time.perf_counter() - start, staging_bytes=self._staging.num_bytes
-        )
-        return True
 
     def save(self, state: Any, *, step: int | None = None, extras: Mapping[str, Any] | None = None) -> None:
         """Saves and waits until it is committed. Collective.
@@ -480,12 +444,26 @@ class Checkpointer:
         elif core.rank == 0:
             facts["found"] = self._candidates(copies)
         found = require_agreement(core, f"load from '{self.directory}'", facts)[0]["found"]
+        target: State | Error
+        try:
+            target = state_of(state, writable=True)
+        except Error as error:
+            target = error
         for i, (source, candidate) in enumerate(found):
             owner = self._memory if source == "memory" and self._memory is not None else self
             try:
                 if owner._peers is not None:
                     owner._peers.assemble(owner._files, owner.directory, candidate)
-                restored = owner._load_step(core, state, candidate, strict, weights_only)
+                restored = restore(
+                    core,
+                    target,
+                    owner.directory,
+                    candidate,
+                    owner._staging,
+                    job=owner._job_name() if owner._segment else "",
+                    strict=strict,
+                    weights_only=weights_only,
+                )
             except CheckpointCorrupt as error:
                 if i + 1 == len(found):
                     raise
@@ -511,55 +489,6 @@ class Checkpointer:
         from_memory = [("memory", copy) for copy in copies if newest is None or copy >= newest]
         return [*from_memory, *(("disk", s) for s in found)]
 
-    def _load_step(
-        self, core: _core.World, state: Any, step: int, strict: bool, weights_only: bool
-    ) -> Restored:
-        """All ranks return, or all raise: CheckpointCorrupt if damage is all that speaks against it."""
-        facts: dict[str, Any] = {"error": "", "corrupt": False}
-        pieces: list[tuple[int, int, int]] = []
-        match, data = Match(), np.empty(0, np.uint8)
-        manifest = None
-        try:
-            source = _state_of(state, writable=True)
-            own, refusal = [tensor.name for tensor in source.held()], None
-        except Error as error:
-            own, refusal = [], error
-        everywhere = names_everywhere(core, own)
-        try:
-            if refusal is not None:
-                raise refusal
-            files = CheckpointFiles(self.directory, step)
-            manifest, held = files.manifest, source.held()
-            if self._segment and manifest.layout.get("job") != self._job_name():
-                raise CheckpointCorrupt(f"'{files.path}' is a copy of another job")
-            indices, match = match_tensors(
-                held, everywhere, manifest.tensors, "model/" if weights_only else None
-            )
-            complaint = match.complaint(strict=strict)
-            problems = [] if weights_only else source.check_scalars(manifest.state)
-            if complaint or problems:
-                raise CheckpointError(
-                    f"'{files.path}' does not fit: {'; '.join([complaint, *problems] if complaint else problems)}"
-                )
-            pieces = [(i, begin, end) for i in indices for begin, end in held[i].pieces]
-            size = sum((end - begin) * ITEM_BYTES[held[i].dtype] for i, begin, end in pieces)
-            data = self._staging.memory(size)
-            files.read([(held[i].name, held[i].slab, begin, end) for i, begin, end in pieces], data)
-        except Exception as error:  # told to all ranks, whatever it is
-            facts["error"] = str(error) if isinstance(error, Error) else repr(error)
-            facts["corrupt"] = isinstance(error, CheckpointCorrupt)
-        texts = gather(core, _encode(facts), f"load of step {step}")
-        everybody = [_decode(text) for text in texts]
-        errors = {rank: f["error"] for rank, f in enumerate(everybody) if f["error"]}
-        if errors or manifest is None:
-            damaged = all(f["corrupt"] for f in everybody if f["error"])
-            kind = CheckpointCorrupt if damaged else CheckpointError
-            raise kind(f"load of step {step} failed on {join_errors(errors)}")
-        source.write(pieces, data)
-        if not weights_only:
-            source.set_scalars(manifest.state)
-        return Restored(step, manifest.extras, match.missing, match.unexpected)
-
     # ---- inside fit ----
 
     def _after_step(self, trainer: Any, step: int, *, last: bool) -> None:
@@ -578,19 +507,3 @@ class Checkpointer:
         if signals & SAVE_AND_END:
             self._signals.end_process()
             self.close()
-
-
-def _state_of(state: Any, *, writable: bool) -> State:
-    if hasattr(state, "_checkpoint_state"):
-        result: State = state._checkpoint_state()
-        return result
-    return ArrayState(state, writable=writable)
-
-
-def _encode(facts: dict[str, Any]) -> bytes:
-    return encode_json("facts", facts)
-
-
-def _decode(text: bytes) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(text)
-    return result

@@ -38,11 +38,14 @@ class _Part:
 class CheckpointFiles:
     """A checkpoint whose manifest and headers are read and agree.
 
+    is_alone: no other process of this host reads it at the same time.
+
     Raises:
         CheckpointCorrupt: a file that is missing, truncated, damaged or of another save.
     """
 
-    def __init__(self, directory: str, step: int) -> None:
+    def __init__(self, directory: str, step: int, *, is_alone: bool = False) -> None:
+        self._is_alone = is_alone
         self.path = os.path.join(directory, step_name(step))
         self.manifest: Manifest = read_manifest(directory, step)
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -154,7 +157,7 @@ class CheckpointFiles:
             at += (end - begin) * ITEM_BYTES[self.manifest.tensors[name].dtype]
         tasks = list(_portions(np.concatenate(rows)))
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            list(pool.map(lambda task: self.files[task[0]].read(task[1], to), tasks))
+            list(pool.map(lambda task: self.files[task[0]].read(task[1], to, is_alone=self._is_alone), tasks))
         return at
 
     def read_tensor(self, name: str) -> NDArray[np.uint8]:

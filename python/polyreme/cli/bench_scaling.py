@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,11 @@ def run(args: argparse.Namespace, model: GPT) -> int:
 
     if args.plot and not args.plot.endswith(".svg"):
         raise InvalidArgument(f"--plot {args.plot}: pictures are SVG; give a name that ends in .svg")
+    for name, path in (("--out", args.out), ("--plot", args.plot)):  # not after an hour
+        if path and not os.access(os.path.dirname(path) or ".", os.W_OK):
+            raise InvalidArgument(
+                f"{name} {path}: its directory is not there or cannot be written; choose another"
+            )
     default_micro_batch = 1 if args.axis == "pp" else args.batch
     options = ScalingOptions(
         model=model,

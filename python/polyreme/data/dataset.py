@@ -15,7 +15,7 @@ __all__ = ["TokenDataset"]
 
 
 class TokenDataset:
-    """Samples of `seq_len` tokens from a memory-mapped token file (`polyreme data prepare`).
+    """Samples of `seq_len` tokens from a token file (`polyreme data prepare`).
 
     Sample i has the tokens [i * seq_len, (i + 1) * seq_len) as inputs and the ones after them as
     targets; a shorter rest is left out.

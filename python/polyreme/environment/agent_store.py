@@ -6,11 +6,14 @@ The agent owns MASTER_PORT and serves PyTorch's TCPStore there. Only its client 
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 
 from ..errors import CommError, NotAvailable, Timeout
+
+_POLL_S = 0.1
 
 
 class AgentStore:
@@ -53,11 +56,27 @@ class AgentStore:
                 self._store.delete_key(self._key)
 
     def ask(self) -> tuple[str, int]:
-        """Other ranks: host and port, as soon as rank 0 has told them.
+        """Other ranks: host and port, as soon as rank 0 has told them and listens there: one that was killed in an
+        earlier attempt could not take back what it told.
 
         Raises:
             Timeout: it did not within the limit.
         """
+        while True:
+            host, port = self._told_last()
+            left_s = self._deadline - time.monotonic()
+            try:
+                socket.create_connection((host, port), timeout=max(0.001, left_s)).close()
+            except OSError as error:
+                if left_s <= _POLL_S:
+                    raise Timeout(
+                        f"rank 0 does not listen at {host}:{port}, as it told through {self._where}: {error}"
+                    ) from error
+                time.sleep(_POLL_S)
+            else:
+                return host, port
+
+    def _told_last(self) -> tuple[str, int]:
         left_s = max(0.001, self._deadline - time.monotonic())
         try:
             self._store.set_timeout(timedelta(seconds=left_s))

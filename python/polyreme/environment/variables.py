@@ -128,8 +128,8 @@ def _explicit(env: Mapping[str, str]) -> RankEnvironment:
         fd = _integer(env, "POLYREME_STORE_FD", 0, 1 << 20) if "POLYREME_STORE_FD" in env else None
         return dataclasses.replace(found, launcher="polyreme run", store_fd=fd, port_is_held=True)
     if run_id := env.get("TORCHELASTIC_RUN_ID", ""):
-        # Ranks of an earlier attempt are not of this job.
-        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # Ranks of an earlier attempt are not of this job. Agents of several nodes count the restarts that they began.
+        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if local_size == size else "nodes"
         owns_port = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         # MASTER_PORT is taken by the agent's store, or torch.distributed will want it.
         own_port = port + 1 if port < 65535 else port - 1

@@ -1,5 +1,6 @@
 #include "checkpoint/shard_file.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -57,6 +58,14 @@ class ShardFileTest : public ::testing::Test {
     file.put(byte);
   }
 
+  // The next read of the file comes from the disk.
+  static void forget(const std::string& path) {
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    ::fdatasync(fd);
+    ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    ::close(fd);
+  }
+
   std::string directory_;
   FileOps files_;
   std::vector<std::byte> data_;
@@ -111,6 +120,20 @@ TEST_F(ShardFileTest, LargeData) {
     std::vector<std::byte> out(data.size());
     file.read({{0, kSize - by, out.data()}});
     EXPECT_TRUE(std::ranges::equal(out, data)) << by;
+    // From the disk: a part in the middle of blocks, one from the last block, which is no whole page; and a
+    // flipped bit is found.
+    const std::string path = directory_ + "/" + name;
+    for (const int64_t begin : {int64_t{300'001}, kSize - by - 1000}) {
+      forget(path);
+      std::ranges::fill(out, std::byte{});
+      file.read({{begin, kSize - by - begin, out.data() + begin}}, true);
+      EXPECT_TRUE(std::ranges::equal(std::span(out).subspan(static_cast<size_t>(begin)),
+                                     data.subspan(static_cast<size_t>(begin))))
+          << begin;
+    }
+    flip(name, summary.size_bytes - 1);
+    forget(path);
+    EXPECT_NE(text<CheckpointCorrupt>([&] { file.read({{0, kSize - by, out.data()}}, true); }), "");
     EXPECT_EQ((summary.size_bytes - file.data_bytes()) % kDirectAlignment, 0);
   }
   header.entries[0].shape = {kSize};

@@ -189,6 +189,23 @@ TEST(TcpStore, F06_ForeignListenersAreRecognised) {
   program.get();
 }
 
+// Whoever waits for a rank 0 that does not come learns at whose door.
+TEST(Dial, TellsWhoIsTriedWhileNobodyAnswers) {
+  const int port = [] { return port_of(listen_on("127.0.0.1", 0)); }();  // closed again
+  std::vector<std::string> told;
+  const DialOptions options{.limit = milliseconds(500),
+                            .what = "no store",
+                            .remedy = "; did rank 0 start?",
+                            .progress = [&](const std::string& text) { told.push_back(text); },
+                            .patience = milliseconds(50)};
+  expect_text(failure_of([&] { dial("127.0.0.1", port, options); }), "Timeout",
+              {"no store", concat("127.0.0.1:", port), "0.5 s"});
+  ASSERT_FALSE(told.empty());
+  EXPECT_LE(told.size(), 4u);  // at growing intervals
+  EXPECT_EQ(told.front(), concat("no store at 127.0.0.1:", port, " yet (tried 127.0.0.1:", port,
+                                 ": Connection refused); trying for 0.5 s; did rank 0 start?"));
+}
+
 TEST(TcpStore, AStoreWithoutTheSecretIsNotOurs) {
   const FileDescriptor listener = listen_on("127.0.0.1", 0);
   auto impostor = std::async(std::launch::async, [&] {

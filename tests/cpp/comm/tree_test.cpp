@@ -3,9 +3,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <set>
@@ -13,6 +15,7 @@
 
 #include "comm/half.h"
 #include "comm/half_reference.h"
+#include "comm/shared_memory/stream_copy.h"
 
 namespace polyreme {
 namespace {
@@ -326,6 +329,28 @@ TEST_P(Halves, LevelsOfPartialResultsGiveTheSameBits) {
 
 INSTANTIATE_TEST_SUITE_P(Formats, Halves, ::testing::Values(DType::kBF16, DType::kF16),
                          [](const auto& place) { return std::string(dtype_name(place.param)); });
+
+// Whether it is written past the cache (apart from the terms, at the begin of a line) or not.
+TEST(TreeReduceLarge, TheWayItIsWrittenChangesNothing) {
+  constexpr int64_t kCount = (kStreamedFromBytes >> 2) + 777;
+  constexpr size_t kRoom = 2 * kStreamedLine / sizeof(float);
+  std::vector<float> a(kCount), b(kCount), out(kCount + kRoom);
+  for (int64_t i = 0; i < kCount; ++i) {
+    a[static_cast<size_t>(i)] = static_cast<float>(i % 1013) * 0.1f;
+    b[static_cast<size_t>(i)] = static_cast<float>(i % 769) * -0.3f;
+  }
+  void* line = out.data();
+  size_t room = out.size() * sizeof(float);
+  ASSERT_NE(std::align(kStreamedLine, kCount * sizeof(float), line, room), nullptr);
+  const std::array<const void*, 2> terms = {a.data(), b.data()};
+  for (const int64_t shift : {0, 1}) {
+    float* to = static_cast<float*>(line) + shift;
+    to[kCount] = 7.0f;
+    tree_reduce(Reduction::whole(ReduceOp::kAverage, DType::kF32, 2), terms.data(), 2, kCount, to);
+    for (size_t i = 0; i < kCount; ++i) ASSERT_EQ(to[i], (a[i] + b[i]) / 2) << i << ", shift " << shift;
+    EXPECT_EQ(to[kCount], 7.0f);
+  }
+}
 
 TEST(TreeReduceSpecial, MaxAndMinPassNanOn) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
