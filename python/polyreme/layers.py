@@ -166,7 +166,9 @@ class TorchLayer(Layer):
 
     def __init__(self, make: Any, *, cut: Mapping[str, str] | None = None, skip: bool = False) -> None:
         self._module = make()
-        self._lock = threading.Lock()  # a call puts its weights into the module: ranks of one process take turns
+        self._lock = (
+            threading.Lock()
+        )  # a call puts its weights into the module: ranks of one process take turns
         self._skip = skip
         self._shapes = {
             name.replace(".", "_"): (name, value) for name, value in self._module.named_parameters()
