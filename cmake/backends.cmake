@@ -36,7 +36,7 @@ set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 
 # Compiled by nvcc for GPUs, and as C++ for the emulator of the tests.
 set(POLYREME_KERNEL_SOURCES "")
-foreach(kernel attention cross_entropy elementwise embedding fingerprint gemm gradient_norm ids norm optimizer random rotary rows tree_reduce)
+foreach(kernel attention cross_entropy elementwise embedding fingerprint gemm gradient_norm ids norm optimizer random rotary rows tree_reduce whole_param)
   list(APPEND POLYREME_KERNEL_SOURCES ${PROJECT_SOURCE_DIR}/kernels/${kernel}.cu)
 endforeach()
 

@@ -1,11 +1,11 @@
 // logits [rows, vocab]; targets, loss, log_sum_exp [rows].
 // forward_kernel, max_kernel, sums_kernel. Grid: a block of eight warps per row; a warp takes blocks of 1024
 // logits, brings each into shared memory by 16-byte loads, and finds maximum and sum of exponentials there.
-// backward_kernel. Grid: x rows, y pieces of 8192 logits, one thread per 16 bytes.
-// Bytes per logit of size s: forward s read; backward s read, s written; one exp each. Memory-bound: 33 KiB
-// of shared memory a block, six blocks in flight per multiprocessor of an H100. Accumulator: 64 fp32 chains
-// in a block of 1024 (warp.cuh), fp64 over blocks in ascending order with the maximum so far (Milakov &
-// Gimelshein 2018), loss in fp64, rounded once.
+// backward kernels. Grid: x rows, y pieces of 8192 logits, one thread per 16 bytes. finish_kernel. Grid: one
+// thread a row. Bytes per logit of size s: forward s read; backward s read, s written; one exp each.
+// Memory-bound: 33 KiB of shared memory a block, six blocks in flight per multiprocessor of an H100.
+// Accumulator: 64 fp32 chains in a block of 1024 (warp.cuh), fp64 over blocks in ascending order with the
+// maximum so far (Milakov & Gimelshein 2018), loss in fp64, rounded once.
 #include "kernels/cross_entropy.cuh"
 #include "kernels/elements.cuh"
 #include "kernels/ids.cuh"
@@ -115,19 +115,15 @@ __global__ void forward_kernel(PolyremeCrossEntropy args, bool packs) {
                        : 0.0f;
 }
 
+// `count` logits from x on, of which the first `used` become gradients and the others 0; `target` is the
+// place of the target among them.
 template <typename T>
-__global__ void backward_kernel(PolyremeCrossEntropy args, bool packs) {
-  if (*args.bad != kNoneIsBad) return;
-  const int64_t row = blockIdx.x, begin = blockIdx.y * kPiece;
-  const int64_t count = args.vocab - begin < kPiece ? args.vocab - begin : kPiece;
-  T* x = static_cast<T*>(args.logits) + row * args.vocab + begin;
-  const bool ignored = !in_range(args.targets[row], args.vocab);
-  const int64_t target = args.targets[row] - begin;
-  const float log_sum_exp = args.log_sum_exp[row];
+__device__ void gradients(T* x, int64_t count, int64_t used, int64_t target, float log_sum_exp, float scale,
+                          bool packs) {
   const auto gradient = [&](int64_t at, float logit) {
     const float probability = exp_f32(logit - log_sum_exp);
-    const float result = at == target ? (probability - 1.0f) * args.scale : probability * args.scale;
-    return ignored ? 0.0f : result;
+    const float result = at == target ? (probability - 1.0f) * scale : probability * scale;
+    return at < used ? result : 0.0f;
   };
   const int64_t num_packs = packs ? count / kPack<T> : 0;
   for (int64_t i = threadIdx.x; i < num_packs; i += kThreads) {
@@ -142,13 +138,23 @@ __global__ void backward_kernel(PolyremeCrossEntropy args, bool packs) {
 }
 
 template <typename T>
+__global__ void backward_kernel(PolyremeCrossEntropy args, bool packs) {
+  if (*args.bad != kNoneIsBad) return;
+  const int64_t row = blockIdx.x, begin = blockIdx.y * kPiece;
+  const int64_t count = args.vocab - begin < kPiece ? args.vocab - begin : kPiece;
+  gradients(static_cast<T*>(args.logits) + row * args.vocab + begin, count,
+            in_range(args.targets[row], args.vocab) ? count : 0, args.targets[row] - begin,
+            args.log_sum_exp[row], args.scale, packs);
+}
+
+template <typename T>
 __global__ void max_kernel(PolyremeVocabPart args, bool packs) {
   POLYREME_SHARED(float, tops, kWarps);
   const int64_t row = blockIdx.x;
   const T* x = static_cast<const T*>(args.logits) + row * args.cols;
   float top = -infinity();
   const auto take = [&](float value) { top = value > top ? value : top; };
-  const int64_t num_packs = packs ? args.cols / kPack<T> : 0;
+  const int64_t num_packs = packs ? args.valid / kPack<T> : 0;
 #pragma unroll 4
   for (int64_t i = threadIdx.x; i < num_packs; i += kThreads) {
     float values[kPack<T>];
@@ -156,23 +162,45 @@ __global__ void max_kernel(PolyremeVocabPart args, bool packs) {
 #pragma unroll
     for (int e = 0; e < kPack<T>; ++e) take(values[e]);
   }
-  for (int64_t i = num_packs * kPack<T> + threadIdx.x; i < args.cols; i += kThreads) take(to_float(x[i]));
+  for (int64_t i = num_packs * kPack<T> + threadIdx.x; i < args.valid; i += kThreads) take(to_float(x[i]));
   top = warp_max(top);
   if (threadIdx.x % kWarp == 0) tops[threadIdx.x / kWarp] = top;
   __syncthreads();
   for (int w = 0; w < kWarps; ++w) take(tops[w]);
-  if (threadIdx.x == 0) args.max[row] = top;
+  if (threadIdx.x == 0 && top > args.max[row]) args.max[row] = top;
 }
 
 template <typename T>
 __global__ void sums_kernel(PolyremeVocabPart args, bool packs) {
   const int64_t row = blockIdx.x;
   const T* x = static_cast<const T*>(args.logits) + row * args.cols;
-  const Carry carry = row_sum_exp<true>(x, args.cols, packs, args.max[row]);
+  const Carry carry = row_sum_exp<true>(x, args.valid, packs, args.max[row]);
   if (threadIdx.x != 0) return;
   args.sum_exp[row] = static_cast<float>(carry.sum);
   const int64_t target = args.targets[row] - args.first_column;
-  args.target_logit[row] = target >= 0 && target < args.cols ? to_float(x[target]) : 0.0f;
+  args.target_logit[row] = target >= 0 && target < args.valid ? to_float(x[target]) : 0.0f;
+}
+
+__global__ void finish_kernel(PolyremeVocabPart args) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (row >= args.rows) return;
+  const auto sum = static_cast<double>(args.sum_exp[row]);
+  const double log_sum_exp =
+      sum > 0 ? static_cast<double>(args.max[row]) + log_f64(sum) : static_cast<double>(quiet_nan());
+  args.log_sum_exp[row] = static_cast<float>(log_sum_exp);
+  args.loss[row] = args.targets[row] >= 0
+                       ? static_cast<float>(log_sum_exp - static_cast<double>(args.target_logit[row]))
+                       : 0.0f;
+}
+
+template <typename T>
+__global__ void part_backward_kernel(PolyremeVocabPart args, bool packs) {
+  const int64_t row = blockIdx.x, begin = blockIdx.y * kPiece;
+  const int64_t count = args.cols - begin < kPiece ? args.cols - begin : kPiece;
+  const int64_t used = args.targets[row] < 0 ? 0 : args.valid;
+  gradients(static_cast<T*>(args.logits) + row * args.cols + begin, count, used - begin,
+            args.targets[row] - args.first_column < used ? args.targets[row] - args.first_column - begin : -1,
+            args.log_sum_exp[row], args.scale, packs);
 }
 
 // One block a row.
@@ -220,6 +248,28 @@ cudaError_t launch_vocab_part_max(const PolyremeVocabPart& args, cudaStream_t st
 }
 cudaError_t launch_vocab_part_sums(const PolyremeVocabPart& args, cudaStream_t stream) {
   return launch_rows(args, args.cols, stream, [](auto type) { return &sums_kernel<decltype(type)>; });
+}
+
+cudaError_t launch_vocab_part_finish(const PolyremeVocabPart& args, cudaStream_t stream) {
+  if (args.rows < 0) return cudaErrorInvalidValue;
+  if (args.rows == 0) return cudaSuccess;
+  void (*kernel)(PolyremeVocabPart) = &finish_kernel;
+  POLYREME_LAUNCH(kernel, static_cast<unsigned>((args.rows + kThreads - 1) / kThreads), kThreads, stream,
+                  args);
+  return cudaGetLastError();
+}
+cudaError_t launch_vocab_part_backward(const PolyremeVocabPart& args, cudaStream_t stream) {
+  if (args.rows < 0 || args.cols < 1 || args.cols > 65535 * kPiece) return cudaErrorInvalidValue;
+  return with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (args.rows == 0) return cudaSuccess;
+    void (*kernel)(PolyremeVocabPart, bool) = &part_backward_kernel<T>;
+    const dim3 blocks(static_cast<unsigned>(args.rows),
+                      static_cast<unsigned>((args.cols + kPiece - 1) / kPiece));
+    POLYREME_LAUNCH(kernel, blocks, kThreads, stream, args,
+                    packs_fit(args.logits) && args.cols % kPack<T> == 0);
+    return cudaGetLastError();
+  });
 }
 
 }  // namespace polyreme::kernels

@@ -15,12 +15,14 @@ cudaError_t launch_cross_entropy_forward(const PolyremeCrossEntropy& args, cudaS
 // Turns logits into (exp(logit - log_sum_exp) - (column == target)) * scale, 0 in rows to be ignored.
 cudaError_t launch_cross_entropy_backward(const PolyremeCrossEntropy& args, cudaStream_t stream);
 
-// Columns [first_column, first_column + cols) of the logits. max: the largest logit of each row, -inf without
-// any.
+// Parts of the logits by columns. max: raised to the largest logit of each row.
 cudaError_t launch_vocab_part_max(const PolyremeVocabPart& args, cudaStream_t stream);
 // Of each row: sum_exp = the sum of exp(logit - max) with the max of all parts; target_logit: the target's
-// logit where it lies in this part, else 0. Parts are added up by lane_sum; log(sum) + max - target_logit is
-// the loss.
+// logit where it lies in this part, else 0. Parts are added up by lane_sum.
 cudaError_t launch_vocab_part_sums(const PolyremeVocabPart& args, cudaStream_t stream);
+// log_sum_exp = log(sum_exp) + max, loss = log_sum_exp - target_logit, 0 where the target is negative.
+cudaError_t launch_vocab_part_finish(const PolyremeVocabPart& args, cudaStream_t stream);
+// Turns logits into gradients, as launch_cross_entropy_backward does; columns that are not valid become 0.
+cudaError_t launch_vocab_part_backward(const PolyremeVocabPart& args, cudaStream_t stream);
 
 }  // namespace polyreme::kernels

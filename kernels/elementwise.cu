@@ -105,7 +105,7 @@ __global__ void accumulate_kernel(PolyremeAccumulate args, bool packs) {
     }
     store_pack(args.out + i, sums);
   });
-  if (!finite) atomicMax(args.not_finite, 1);
+  if (!finite && args.not_finite != nullptr) atomicMax(args.not_finite, 1);
 }
 
 template <typename T>

@@ -6,7 +6,7 @@
 // steps: beyond some 10^5 tokens per call that takes longer than the rows themselves. Bytes per element: s
 // read, and 8 per element of the distinct tokens' rows. positions_kernel. Grid: one thread per 16 bytes of a
 // position's row, batch rows each. Bytes: s read, 8 / batch. Accumulator: fp32, chains from what the
-// gradients hold.
+// gradients hold. part kernels: as gather (s read, 4 written) and scatter.
 #include "kernels/elements.cuh"
 #include "kernels/embedding.cuh"
 #include "kernels/ids.cuh"
@@ -54,23 +54,26 @@ __device__ void add_listed(const T* rows, const int32_t* list, int count, int64_
   }
 }
 
+// Adds the rows of all occurrences of the block's token, if it is the first one, to the token's row of
+// `table`, which is that of token first_token on.
 template <typename T>
-__global__ void scatter_kernel(PolyremeEmbedding args, int32_t count, bool packs) {
+__device__ void scatter_block(const int32_t* tokens, int32_t count, const T* rows, float* table,
+                              int64_t first_token, int64_t num_rows, int64_t cols, bool packs) {
   POLYREME_SHARED(int32_t, list, kThreads);
   POLYREME_SHARED(int32_t, found_by_warp, kThreads / kWarp);
-  if (*args.bad != kNoneIsBad) return;
   const auto own = static_cast<int32_t>(blockIdx.x), thread = static_cast<int32_t>(threadIdx.x);
   const int warp = thread / kWarp, lane = thread % kWarp;
-  const int32_t token = args.tokens[own];
+  const int32_t token = tokens[own];
+  const int64_t row = token - first_token;
+  if (row < 0 || row >= num_rows) return;
   for (int32_t first = 0; first < own; first += kThreads) {
     const int32_t at = first + thread;
-    if (__syncthreads_or(at < own && args.tokens[at] == token)) return;
+    if (__syncthreads_or(at < own && tokens[at] == token)) return;
   }
-  float* sums = static_cast<float*>(args.token_rows) + token * args.cols;
-  const auto* rows = static_cast<const T*>(args.rows);
+  float* sums = table + row * cols;
   for (int32_t first = own; first < count; first += kThreads) {
     const int32_t at = first + thread;
-    const bool found = at < count && args.tokens[at] == token;
+    const bool found = at < count && tokens[at] == token;
     const unsigned votes = __ballot_sync(kAllLanes, found);
     if (lane == 0) found_by_warp[warp] = __popc(votes);
     __syncthreads();
@@ -82,12 +85,38 @@ __global__ void scatter_kernel(PolyremeEmbedding args, int32_t count, bool packs
     if (found) list[before + __popc(votes & ((1u << lane) - 1))] = at;
     __syncthreads();
     if (packs) {
-      add_listed<kPack<T>>(rows, list, total, args.cols, sums);
+      add_listed<kPack<T>>(rows, list, total, cols, sums);
     } else {
-      add_listed<1>(rows, list, total, args.cols, sums);
+      add_listed<1>(rows, list, total, cols, sums);
     }
     __syncthreads();  // before the list is written again
   }
+}
+
+template <typename T>
+__global__ void scatter_kernel(PolyremeEmbedding args, int32_t count, bool packs) {
+  if (*args.bad != kNoneIsBad) return;
+  scatter_block(args.tokens, count, static_cast<const T*>(args.rows), static_cast<float*>(args.token_rows), 0,
+                args.vocab, args.cols, packs);
+}
+
+template <typename T>
+__global__ void part_scatter_kernel(PolyremeEmbeddingPart args, bool packs) {
+  scatter_block(args.tokens, static_cast<int32_t>(args.count), static_cast<const T*>(args.table), args.out,
+                args.first_token, args.vocab, args.cols, packs);
+}
+
+template <typename T>
+__global__ void part_gather_kernel(PolyremeEmbeddingPart args, bool packs) {
+  const auto* table = static_cast<const T*>(args.table);
+  for_elements<kPack<T>>(args.count * args.cols, packs, [&](int64_t i, auto pack) {
+    constexpr int kCount = decltype(pack)::value;
+    const int64_t at = i / args.cols, column = i - at * args.cols;
+    const int64_t row = args.tokens[at] - args.first_token;
+    float values[kCount] = {};
+    if (row >= 0 && row < args.vocab) load_pack(table + row * args.cols + column, values);
+    store_pack(args.out + i, values);
+  });
 }
 
 template <typename T>
@@ -146,6 +175,31 @@ cudaError_t launch_embedding_backward(const PolyremeEmbedding& args, cudaStream_
     void (*positions)(PolyremeEmbedding, bool) = &positions_kernel<T>;
     POLYREME_LAUNCH(positions, blocks_for(args.seq * args.cols, kThreads * kPack<T>), kThreads, stream, args,
                     packs);
+  });
+}
+
+cudaError_t launch_embedding_part_forward(const PolyremeEmbeddingPart& args, cudaStream_t stream) {
+  if (args.count < 0 || args.cols < 1 || args.vocab < 0) return cudaErrorInvalidValue;
+  return with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (args.count == 0) return cudaSuccess;
+    void (*kernel)(PolyremeEmbeddingPart, bool) = &part_gather_kernel<T>;
+    POLYREME_LAUNCH(kernel, blocks_for(args.count * args.cols, kThreads * kPack<T>), kThreads, stream, args,
+                    packs_fit(args.table, args.out) && args.cols % kPack<T> == 0);
+    return cudaGetLastError();
+  });
+}
+
+cudaError_t launch_embedding_part_backward(const PolyremeEmbeddingPart& args, cudaStream_t stream) {
+  if (args.count < 0 || args.count > INT32_MAX - 1024 || args.cols < 1 || args.vocab < 0)
+    return cudaErrorInvalidValue;
+  return with_type(args.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (args.count == 0) return cudaSuccess;
+    void (*kernel)(PolyremeEmbeddingPart, bool) = &part_scatter_kernel<T>;
+    POLYREME_LAUNCH(kernel, static_cast<unsigned>(args.count), kThreads, stream, args,
+                    packs_fit(args.table, args.out) && args.cols % kPack<T> == 0);
+    return cudaGetLastError();
   });
 }
 

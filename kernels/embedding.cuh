@@ -13,4 +13,9 @@ cudaError_t launch_embedding_forward(const PolyremeEmbedding& args, cudaStream_t
 // token_rows and position_rows, fp32, += rows: token after token in ascending order.
 cudaError_t launch_embedding_backward(const PolyremeEmbedding& args, cudaStream_t stream);
 
+// Where only the rows of some tokens are there: out = the token's row in fp32, zeros for the others' tokens.
+cudaError_t launch_embedding_part_forward(const PolyremeEmbeddingPart& args, cudaStream_t stream);
+// out += rows of the tokens that it has: token after token in ascending order. count below 2^31 - 1024.
+cudaError_t launch_embedding_part_backward(const PolyremeEmbeddingPart& args, cudaStream_t stream);
+
 }  // namespace polyreme::kernels

@@ -82,6 +82,25 @@ __global__ void rows_kernel(PolyremeAccumulateRows args, bool packs) {
   if (sums) args.out[column + lane] = sum;
 }
 
+// Grid: one-dimensional, one thread per 16 bytes of the table, strides of the whole grid. Bytes per element:
+// 4 and the table's size (from the cache beyond its first period) read, the output's written; memory-bound.
+template <typename T, typename Out>
+__global__ void add_rows_kernel(PolyremeAddRows args, bool packs) {
+  const auto* table = static_cast<const T*>(args.table);
+  auto* out = static_cast<Out*>(args.out);
+  const int64_t in_period = args.period * args.cols;
+  constexpr int kOfThread = kPack < T >> kPack<Out> ? kPack<T> : kPack<Out>;
+  for_elements<kOfThread>(args.rows * args.cols, packs, [&](int64_t i, auto pack) {
+    constexpr int kCount = decltype(pack)::value;
+    float values[kCount], more[kCount];
+    load_pack(args.x + i, values);
+    load_pack(table + i % in_period, more);
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) values[e] = values[e] + more[e];
+    store_pack(out + i, values);
+  });
+}
+
 template <typename T>
 __global__ void norm_weight_kernel(PolyremeNormBackwardWeight args, bool packs) {
   POLYREME_SHARED(float4, tiles4, 4 * kTile / 4);
@@ -140,6 +159,21 @@ cudaError_t launch_accumulate_rows(const PolyremeAccumulateRows& args, cudaStrea
     using T = decltype(type);
     if (args.rows == 0) return cudaSuccess;
     return launch_tiles(&rows_kernel<T>, args, packs_fit(args.x) && args.cols % kPack<T> == 0, stream);
+  });
+}
+
+cudaError_t launch_add_rows(const PolyremeAddRows& args, cudaStream_t stream) {
+  if (args.rows < 0 || args.cols < 1 || args.period < 1) return cudaErrorInvalidValue;
+  return with_type(args.table_dtype, [&](auto table) {
+    return with_type(args.out_dtype, [&](auto out) {
+      if (args.rows == 0) return cudaSuccess;
+      constexpr int kOfThread =
+          kPack < decltype(table) >> kPack<decltype(out)> ? kPack<decltype(table)> : kPack<decltype(out)>;
+      void (*kernel)(PolyremeAddRows, bool) = &add_rows_kernel<decltype(table), decltype(out)>;
+      POLYREME_LAUNCH(kernel, blocks_for(args.rows * args.cols, kThreads * kOfThread), kThreads, stream, args,
+                      packs_fit(args.x, args.table, args.out) && args.cols % kOfThread == 0);
+      return cudaGetLastError();
+    });
   });
 }
 

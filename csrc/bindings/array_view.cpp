@@ -99,7 +99,7 @@ Memory memory_of_dlpack(const py::capsule& capsule, const std::string& what) {
   const auto* tensor = static_cast<const DlTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (tensor == nullptr) throw py::error_already_set();
   require(tensor->device.type == kDlCpu, what, ": the array is on DLPack device type ", tensor->device.type,
-          "; expected memory of the CPU (type 1)");
+          "; expected memory of the CPU (type 1): copy it there first");
   Memory memory{.address = static_cast<char*>(tensor->data) + tensor->byte_offset,
                 .dtype = dtype_of_dlpack(tensor->dtype, what),
                 .shape = {tensor->shape, tensor->shape + tensor->ndim},

@@ -71,15 +71,17 @@ int size_of(const Mesh& mesh, const std::string& name) {
   return has_axis(mesh, name) ? mesh.layout().size(name) : 1;
 }
 
-std::unique_ptr<TensorParallel> tensor_parallel(const Device& device, const Model& model, const Mesh& mesh) {
+std::unique_ptr<TensorParallel> tensor_parallel(const Device& device, const Model& model, const Mesh& mesh,
+                                                const EngineOptions& options) {
   const int64_t size = size_of(mesh, "tp"), lanes = model.lanes.lanes;
   require(model.lanes.size == size, "the model was built for tp=", model.lanes.size,
           ", the mesh has tp=", size, "; build it for the mesh");
   if (lanes == 1) return nullptr;
-  require<NotAvailable>(device.kind() == DeviceKind::kCpu, "lanes.tp=", lanes,
-                        ": the operations of lanes have no"
-                        " kernels for ",
-                        device.description(), "; use tp=1 and lanes.tp=1, or train with device='cpu'");
+  require<NotAvailable>(
+      device.kind() == DeviceKind::kCpu || options.optimizer.rule != "muon",
+      "optimizer 'muon' with lanes.tp=", lanes, " on ", device.description(),
+      ": it puts together matrices of which tp has parts, which has no",
+      " kernel there; use adamw, sgd, lion or lamb, tp=1 and lanes.tp=1, or train with device='cpu'");
   return std::make_unique<TensorParallel>(mesh.group({"tp"}), lanes);
 }
 
@@ -143,7 +145,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
       model_(std::move(model)),
       options_(checked(options, dp_)),
       stream_(device.create_stream("compute")),
-      tp_(tensor_parallel(device, model_, mesh)),
+      tp_(tensor_parallel(device, model_, mesh, options_)),
       part_(part_of(model_, mesh, options_, tp_.get())),
       background_(options_.zero.overlap && dp_.size() > 1
                       ? device.create_stream("background", StreamKind::kBackground)

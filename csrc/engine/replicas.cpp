@@ -64,7 +64,7 @@ void Engine::check_replicas() {
   }
   std::string found;
   for (const Copies& copies : {whole, slices, uncut}) {
-    if (!copies.group) continue;
+    if (!copies.group || copies.group->size() == 1) continue;
     const auto count = static_cast<int64_t>(copies.tensors.size());
     std::vector<int64_t> mine(copies.tensors.size());
     if (count > 0) {

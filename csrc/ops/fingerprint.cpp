@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -20,10 +21,16 @@ uint64_t mix(uint64_t z) {
 // Terms of all bytes, four at a time with their place. Their sum wraps, so its order does not matter.
 uint64_t sum_of_terms(const char* bytes, int64_t begin_word, int64_t end_word, int64_t size_bytes) {
   uint64_t sum = 0;
-  for (int64_t word = begin_word; word < end_word; ++word) {
+  const int64_t end_whole = std::min(end_word, size_bytes / 4);
+  for (int64_t word = begin_word; word < end_whole; ++word) {
     uint32_t value = 0;
-    std::memcpy(&value, bytes + 4 * word, static_cast<size_t>(std::min<int64_t>(4, size_bytes - 4 * word)));
+    std::memcpy(&value, bytes + 4 * word, 4);
     sum += mix((static_cast<uint64_t>(word) << 32) ^ value);
+  }
+  if (end_whole < end_word) {  // the last few bytes of all
+    uint32_t value = 0;
+    std::memcpy(&value, bytes + 4 * end_whole, static_cast<size_t>(size_bytes - 4 * end_whole));
+    sum += mix((static_cast<uint64_t>(end_whole) << 32) ^ value);
   }
   return sum;
 }

@@ -6,6 +6,7 @@
 #include "ops/cpu/enqueue.h"
 #include "ops/cpu/kernels/cross_entropy.h"
 #include "ops/cpu/ranges.h"
+#include "ops/cuda/launch.h"
 #include "ops/ops.h"
 
 namespace polyreme {
@@ -14,6 +15,13 @@ void add_to(Stream& stream, const Tensor& x, const Tensor& out) {
   check_float({"add_to", "x"}, x);
   check_dense({"add_to", "out"}, out, x.shape());
   check_apart({"add_to", "out"}, out, x);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "add_to", {x, out}, &PolyremeCudaTable::accumulate,
+                  {.x = x.raw_address(),
+                   .out = out.address<float>(),
+                   .not_finite = nullptr,
+                   .count = x.numel(),
+                   .dtype = dtype_code(x)});
   const ElementPointer from(x);
   float* const to = out.address<float>();
   as_cpu(stream).enqueue({"add_to", OpKind::kElementwise}, {reads(x), reads(out), writes(out)},
@@ -34,6 +42,16 @@ void add_rows(Stream& stream, const Tensor& x, const Tensor& table, const Tensor
   require(table.dims() == 2 && table.size(0) >= 1 && table.size(1) == cols,
           "add_rows: table: expected rows of ", cols, " columns, got ", table);
   check_in_place_or_apart({"add_rows", "out"}, out, x);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "add_rows", {x, table, out}, &PolyremeCudaTable::add_rows,
+                  {.x = x.address<float>(),
+                   .table = table.raw_address(),
+                   .out = out.raw_address(),
+                   .rows = rows,
+                   .cols = cols,
+                   .period = table.size(0),
+                   .table_dtype = dtype_code(table),
+                   .out_dtype = dtype_code(out)});
   const float* const from = x.address<float>();
   const ElementPointer added(table), to(out);
   as_cpu(stream).enqueue(
@@ -60,6 +78,16 @@ void embedding_part_forward(Stream& stream, const Tensor& tokens, const Tensor& 
   check_float_rows({kOp, "table"}, table);
   const int64_t count = tokens.numel(), cols = table.size(1);
   check_dense({kOp, "out"}, out, {tokens.size(0), tokens.size(1), cols});
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {tokens, table, out}, &PolyremeCudaTable::embedding_part_forward,
+                  {.tokens = tokens.address<int32_t>(),
+                   .table = table.raw_address(),
+                   .out = out.address<float>(),
+                   .count = count,
+                   .cols = cols,
+                   .vocab = table.size(0),
+                   .first_token = first_token,
+                   .dtype = dtype_code(table)});
   const int32_t* const token = tokens.address<int32_t>();
   const ElementPointer from(table);
   float* const to = out.address<float>();
@@ -86,6 +114,16 @@ void embedding_part_backward(Stream& stream, const Tensor& tokens, const Tensor&
   const int64_t count = tokens.numel(), cols = grad.size(1);
   check_float({kOp, "dout"}, dout);
   check_dense({kOp, "dout"}, dout, {tokens.size(0), tokens.size(1), cols}, dout.dtype());
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {tokens, dout, grad}, &PolyremeCudaTable::embedding_part_backward,
+                  {.tokens = tokens.address<int32_t>(),
+                   .table = dout.raw_address(),
+                   .out = grad.address<float>(),
+                   .count = count,
+                   .cols = cols,
+                   .vocab = grad.size(0),
+                   .first_token = first_token,
+                   .dtype = dtype_code(dout)});
   const int32_t* const token = tokens.address<int32_t>();
   const ElementPointer from(dout);
   float* const to = grad.address<float>();
@@ -121,6 +159,23 @@ cpu::CrossEntropyPart part_args(const char* op, const LogitsPart& part) {
   return args;
 }
 
+// The same for the kernels of a GPU; each takes what it needs.
+PolyremeVocabPart gpu_args(const cpu::CrossEntropyPart& part, int32_t dtype) {
+  return {.logits = part.logits,
+          .targets = part.targets,
+          .max = part.top,
+          .sum_exp = part.sums,
+          .target_logit = part.sums == nullptr ? nullptr : part.sums + part.rows,
+          .loss = part.loss,
+          .log_sum_exp = part.log_sum_exp,
+          .rows = part.rows,
+          .cols = part.cols,
+          .valid = part.valid,
+          .first_column = part.first_class,
+          .scale = part.scale,
+          .dtype = dtype};
+}
+
 using PartKernel = void(const cpu::CrossEntropyPart& args, int64_t first_row, int64_t end_row);
 
 void enqueue_rows(Stream& stream, const char* op, std::vector<Access> accesses,
@@ -139,6 +194,9 @@ void cross_entropy_part_max(Stream& stream, const LogitsPart& part, const Tensor
   cpu::CrossEntropyPart args = part_args(kOp, part);
   check_dense({kOp, "top"}, top, {args.rows});
   args.top = top.address<float>();
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {part.logits, top}, &PolyremeCudaTable::vocab_part_max,
+                  gpu_args(args, dtype_code(part.logits)));
   enqueue_rows(stream, kOp, {reads(part.logits), reads(top), writes(top)}, args, args.cols,
                cpu::avx2::cross_entropy_part_max, cpu::avx512::cross_entropy_part_max);
 }
@@ -153,6 +211,9 @@ void cross_entropy_part_sums(Stream& stream, const LogitsPart& part, const Tenso
   args.targets = targets.address<int32_t>();
   args.top = top.address<float>();
   args.sums = sums.address<float>();
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {part.logits, targets, top, sums}, &PolyremeCudaTable::vocab_part_sums,
+                  gpu_args(args, dtype_code(part.logits)));
   enqueue_rows(stream, kOp, {reads(part.logits), reads(targets), reads(top), writes(sums)}, args, args.cols,
                cpu::avx2::cross_entropy_part_sums, cpu::avx512::cross_entropy_part_sums);
 }
@@ -172,6 +233,9 @@ void cross_entropy_finish(Stream& stream, const Tensor& sums, const Tensor& targ
   args.sums = sums.address<float>();
   args.loss = loss.address<float>();
   args.log_sum_exp = log_sum_exp.address<float>();
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {sums, targets, top, loss, log_sum_exp}, &PolyremeCudaTable::vocab_part_finish,
+                  gpu_args(args, dtype_code(sums)));
   enqueue_rows(stream, kOp, {reads(sums), reads(targets), reads(top), writes(loss), writes(log_sum_exp)},
                args, 16, cpu::avx2::cross_entropy_finish, cpu::avx512::cross_entropy_finish);
 }
@@ -185,6 +249,9 @@ void cross_entropy_part_backward(Stream& stream, const LogitsPart& part, const T
   args.targets = targets.address<int32_t>();
   args.log_sum_exp = log_sum_exp.address<float>();
   args.scale = scale;
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {part.logits, targets, log_sum_exp}, &PolyremeCudaTable::vocab_part_backward,
+                  gpu_args(args, dtype_code(part.logits)));
   enqueue_rows(stream, kOp, {reads(part.logits), writes(part.logits), reads(targets), reads(log_sum_exp)},
                args, args.cols, cpu::avx2::cross_entropy_part_backward,
                cpu::avx512::cross_entropy_part_backward);

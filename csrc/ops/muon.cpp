@@ -4,6 +4,7 @@
 #include "ops/cpu/enqueue.h"
 #include "ops/cpu/exact.h"
 #include "ops/cpu/kernels/optimizer.h"
+#include "ops/cuda/launch.h"
 #include "ops/update.h"
 
 namespace polyreme {
@@ -17,6 +18,14 @@ constexpr double kTiny = 1e-7;  // a matrix of zeros stays one
 
 // out = a x + b y
 void weighted_sum(Stream& stream, float a, const Tensor& x, float b, const Tensor& y, const Tensor& out) {
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "weighted_sum", {x, y, out}, &PolyremeCudaTable::weighted_sum,
+                  {.x = x.address<float>(),
+                   .y = y.address<float>(),
+                   .out = out.address<float>(),
+                   .a = a,
+                   .b = b,
+                   .count = out.numel()});
   const float* const x_data = x.address<float>();
   const float* const y_data = y.address<float>();
   float* const out_data = out.address<float>();
@@ -34,6 +43,9 @@ void weighted_sum(Stream& stream, float a, const Tensor& x, float b, const Tenso
 void normalize(Stream& stream, const Tensor& x, const Tensor& limbs) {
   float* const data = x.address<float>();
   const int64_t* const sum = limbs.address<int64_t>();
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, "normalize", {x, limbs}, &PolyremeCudaTable::weighted_sum,
+                  {.x = data, .out = data, .limbs = sum, .tiny = kTiny, .count = x.numel()});
   as_cpu(stream).enqueue(
       {"normalize", OpKind::kOptimizer}, {reads(x), reads(limbs), writes(x)},
       [=, n = x.numel()](const CpuContext& context) {
@@ -65,6 +77,15 @@ void muon_momentum(Stream& stream, const Tensor& grad, const Tensor& m, const Te
                                   .new_m = static_cast<float>(1.0 - momentum),
                                   .momentum = static_cast<float>(momentum)};
   const float* const scale_value = scale.address<float>();
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {grad, m, scale, out}, &PolyremeCudaTable::muon_momentum,
+                  {.grad = args.grad,
+                   .m = args.m,
+                   .out = args.out,
+                   .scale = scale_value,
+                   .new_m = args.new_m,
+                   .momentum = args.momentum,
+                   .count = grad.numel()});
   as_cpu(stream).enqueue(
       {kOp, OpKind::kOptimizer}, {reads(grad), reads(scale), reads(m), writes(m), writes(out)},
       [=, n = grad.numel()](const CpuContext& context) {
@@ -121,6 +142,15 @@ void muon_apply(Stream& stream, const Tensor& param, const Tensor& direction, co
   float* const data = param.address<float>();
   const float* const towards = direction.address<float>();
   const float* const scale_value = scale.address<float>();
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {param, direction, scale}, &PolyremeCudaTable::weighted_sum,
+                  {.x = data,
+                   .y = towards,
+                   .out = data,
+                   .scale = scale_value,
+                   .a = keep,
+                   .b = step,
+                   .count = param.numel()});
   as_cpu(stream).enqueue(
       {kOp, OpKind::kOptimizer}, {reads(param), writes(param), reads(direction), reads(scale)},
       [=, n = param.numel()](const CpuContext& context) {

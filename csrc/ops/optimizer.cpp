@@ -105,6 +105,25 @@ cpu::AdamWArgs moment_args(const Tensor& param, const Tensor& grad, const Tensor
           .decay = 0.0f};
 }
 
+PolyremeLamb lamb_args(const cpu::AdamWArgs& args, const Tensor& scale, const Tensor& sums,
+                       const AdamWOptions& options, int64_t count) {
+  return {.param = args.param,
+          .grad = args.grad,
+          .m = args.m,
+          .v = args.v,
+          .scale = scale.address<float>(),
+          .sums = sums.address<int64_t>(),
+          .new_m = args.new_m,
+          .keep_v = args.keep_v,
+          .new_v = args.new_v,
+          .sqrt_bias2 = args.sqrt_bias2,
+          .eps = args.eps,
+          .step_size = args.step_size,
+          .decay = static_cast<float>(options.weight_decay),
+          .lr = options.lr,
+          .count = count};
+}
+
 }  // namespace
 
 void accumulate(Stream& stream, const Tensor& x, const Tensor& out, const Tensor& not_finite) {
@@ -260,6 +279,9 @@ void lamb_moments(Stream& stream, const Tensor& param, const Tensor& grad, const
   check_scale(kOp, scale);
   check_dense({kOp, "sums"}, sums, {2, ExactSum::kLimbs}, DType::kI64);
   const cpu::AdamWArgs args = moment_args(param, grad, m, v, options);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {param, grad, m, v, scale, sums}, &PolyremeCudaTable::lamb_moments,
+                  lamb_args(args, scale, sums, options, param.numel()));
   const float* const scale_value = scale.address<float>();
   int64_t* const limbs = sums.address<int64_t>();
   as_cpu(stream).enqueue(
@@ -291,6 +313,9 @@ void lamb_apply(Stream& stream, const Tensor& param, const Tensor& m, const Tens
   check_scale(kOp, scale);
   check_dense({kOp, "sums"}, sums, {2, ExactSum::kLimbs}, DType::kI64);
   const cpu::AdamWArgs args = moment_args(param, {}, m, v, options);
+  if (CudaStream* const gpu = gpu_stream(stream))
+    return launch(*gpu, kOp, {param, m, v, scale, sums}, &PolyremeCudaTable::lamb_apply,
+                  lamb_args(args, scale, sums, options, param.numel()));
   const float* const scale_value = scale.address<float>();
   const int64_t* const limbs = sums.address<int64_t>();
   as_cpu(stream).enqueue(

@@ -78,15 +78,10 @@ std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const ShardMap& map, i
   require(map.num_shards() == 1 || shard_group != nullptr, "an optimizer of ", map.num_shards(),
           " shards needs the group of the ranks that hold them");
   const Device& device = stream.device();
-  if (device.kind() == DeviceKind::kCuda) {
-    require<NotAvailable>(
-        !options.offload, "offload: the rules of ", device.description(),
-        " do not work on memory of the host; leave it out, shard with zero=1 or higher, or train"
-        " with device='cpu'");
-    require<NotAvailable>(options.rule != "lamb" && options.rule != "muon", "optimizer '", options.rule,
-                          "' has no kernels for ", device.description(),
-                          "; use adamw, sgd or lion, or train with device='cpu'");
-  }
+  require<NotAvailable>(
+      device.kind() == DeviceKind::kCpu || !options.offload, "offload: the rules of ", device.description(),
+      " do not work on memory of the host; leave it out, shard with zero=1 or higher, or train"
+      " with device='cpu'");
   if (options.rule == "adamw") return std::make_unique<AdamW>(stream, map, shard, options);
   if (options.rule == "sgd") return std::make_unique<Sgd>(stream, map, shard, options);
   if (options.rule == "lion") return std::make_unique<Lion>(stream, map, shard, options);

@@ -9,6 +9,21 @@ from .errors import InvalidArgument
 
 __all__ = ["Zero"]
 
+# The defaults, measured: seconds of a step of two processes over shared memory, a core of a Xeon each, 6 x 768 with
+# a vocabulary of 50304 and so few tokens that half of the step is exchange and update (a fifteenth, with 1024 a
+# sample): medians of six steps, which repeat within 3 %.
+#
+#   polyreme bench scaling --seq-len 64 --sizes 2 --steps 3 --repeats 2 --zero 0,1,2,3 --bucket-mib 2,8,25,100
+#   stage    2 MiB   8 MiB  25 MiB  100 MiB
+#       0    0.674   0.675   0.668    0.642
+#       1    0.623   0.609   0.617    0.611
+#       2    0.638   0.624   0.620    0.642
+#       3    0.733   0.725   0.691    0.687
+#
+# `--overlap off` takes 1.01 to 1.03 of the time (stage 1: 0.99): on a CPU the exchange costs the rank's own core what
+# it costs, and only waits are hidden. `--zero 3 --prefetch 0,1,2` are equal within 0.4 % for the same reason; over a
+# network, or with a GPU's copy engines, one layer ahead can hide a gather (not measured).
+
 
 @dataclass(frozen=True, kw_only=True)
 class Zero:

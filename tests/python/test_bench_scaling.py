@@ -189,8 +189,8 @@ def check(records, *, sizes, kinds=("weak",), zeros=(0,), repeats=2):
 
 @pytest.mark.mp
 def test_every_option_of_the_reduction_is_a_series():
-    more = ["--zero", "2,3", "--precision", "fp32,bf16", "--bucket-mib", "1,25", "--overlap", "on,off"]
-    more += ["--repeats", 1]
+    more = ["--zero", "3", "--precision", "fp32,bf16", "--bucket-mib", "1,25", "--overlap", "on,off"]
+    more += ["--prefetch", "0,2", "--repeats", 1]
     done = polyreme("bench", "scaling", *TINY, "--sizes", "1,2", *more, "--json")
     assert done.returncode == 0, done.stderr
     rows = [row for row in json_lines(done.stdout) if row["record"] == "summary"]
@@ -361,6 +361,7 @@ def test_under_open_mpi():
         (["--precision", "fp64"], None, ["fp64"]),
         (["--sums", "quick"], 2, ["--sums quick", "ordered, fast"]),
         (["--bucket-mib", "0"], 2, ["--bucket-mib=0", "at least 1"]),
+        (["--prefetch", "0,1", "--zero", "2,3"], 2, ["--prefetch", "--zero 3"]),
         (["--overlap", "on,yes"], 2, ["--overlap on,yes", "on, off"]),
         (["--batch", 0], 2, ["batch=0"]),
         (["--batch", 3, "--micro-batch", 2], 2, ["batch=3", "micro_batch=2"]),

@@ -108,7 +108,7 @@ def test_torchrun_on_two_nodes(tmp_path):
         pytest.skip("torchrun is not installed")
     (tmp_path / "script.py").write_text(RESTARTED)
     (tmp_path / "hosts").write_text("\n".join(map(" ".join, zip(ADDRESSES, ("left", "right"), strict=True))))
-    (tmp_path / "resolv.conf").touch()
+    (tmp_path / "nsswitch.conf").write_text("hosts: files\n")  # nobody else is asked for names
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}"]
     script = [
@@ -120,7 +120,7 @@ def test_torchrun_on_two_nodes(tmp_path):
     ]
     with TwoHosts() as hosts:
         for host, address in enumerate(ADDRESSES):
-            for name in ("hosts", "resolv.conf"):  # nobody else is asked for names
+            for name in ("hosts", "nsswitch.conf"):
                 hosts.on(host, "mount", "--bind", str(tmp_path / name), f"/etc/{name}")
             hosts.launch(host, [*command, "--local-addr", address, *script])
         ends = hosts.ends(5 * HANG_S)

@@ -8,12 +8,26 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import polyreme as pr
 import pytest
-from helpers import Ranks, alone, batches, fingerprint, make_trainer, refused, token_file, train
+from helpers import (
+    HANG_S,
+    Ranks,
+    alone,
+    batches,
+    clean_environment,
+    fingerprint,
+    json_lines,
+    make_trainer,
+    refused,
+    token_file,
+    train,
+)
 from polyreme.environment import RankEnvironment
 from polyreme.testing import run_ranks
 
@@ -76,6 +90,27 @@ def test_ranks_with_gpus_have_the_bits_of_a_cpu(gpus, device, zero):
     assert ranks == [wanted, wanted]
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_tensor_parallel_ranks(gpus, device):
+    """tp=2 and, with the same two lanes, tp=1: the bits of one CPU."""
+    model, lanes = model_of(), pr.Lanes(tp=2)
+    data = batches(2, 4, model)
+
+    def body(world, tp):
+        options = {
+            "optimizer": pr.AdamW(lr=1e-3, eps=1e-4),
+            "global_batch": 4,
+            "lanes": lanes,
+            "zero": tp - 1,
+        }
+        trainer = pr.Trainer(model, pr.Mesh(world, tp=tp), **options)
+        return [trainer.step(*batch).loss.hex() for batch in data], fingerprint(trainer)
+
+    wanted = body(alone(isa="avx2"), 1)
+    assert run_ranks(2, lambda world: body(world, 2), device=device) == [wanted, wanted]
+    assert body(alone(device="cuda"), 1) == wanted
+
+
 def test_a_llama_on_a_gpu(gpus):
     model = pr.models.Llama(
         layers=1, hidden=8, heads=4, kv_heads=2, mlp_hidden=12, vocab=13, seq_len=6, init_std=0.1
@@ -84,6 +119,22 @@ def test_a_llama_on_a_gpu(gpus):
     assert train(alone(device="cuda"), data, model, lanes=LANES, global_batch=4) == on_cpu(
         data, model, global_batch=4
     )
+
+
+@pytest.mark.parametrize("optimizer", [pr.LAMB(lr=1e-2), pr.Muon(lr=1e-2), pr.Lion(lr=1e-3), pr.SGD(lr=1e-2)])
+def test_every_optimizer_in_shards_of_two_gpus(gpus, optimizer):
+    model = model_of()
+    data = batches(2, 4, model)
+
+    def body(world, zero):
+        trainer = make_trainer(world, model, lanes=LANES, global_batch=4, zero=zero, optimizer=optimizer)
+        count = 4 // world.size
+        part = slice(world.rank * count, (world.rank + 1) * count)
+        losses = [trainer.step(tokens[part], targets[part]).loss.hex() for tokens, targets in data]
+        return losses, [trainer.parameter(name).tobytes() for name in trainer.parameter_names()]
+
+    wanted = body(alone(isa="avx2"), 0)
+    assert run_ranks(2, lambda world: body(world, 2), device="cuda") == [wanted, wanted]
 
 
 def test_fit_evaluate_and_logits(gpus, tmp_path):
@@ -125,6 +176,43 @@ def test_processes_with_gpus_have_the_bits_of_a_cpu(gpus):
             assert told["digest"] == digest
             assert told["history"] == [list(step) for step in history]
             assert told["device"].startswith(f"cuda:{rank}, emulated GPU")
+
+
+BREAKS = """
+import ctypes, json, sys
+sys.path.insert(0, {here!r})
+import polyreme as pr
+from helpers import batches, local_part, make_trainer
+from test_gpu import LANES, model_of
+world = pr.init(device="cuda", transport="shm")
+model = model_of()
+trainer = make_trainer(world, model, lanes=LANES, global_batch=4, zero=3)
+try:
+    for step, (tokens, targets) in enumerate(batches(3, 4, model)):
+        if step == 1 and world.rank == 1:
+            ctypes.CDLL({library!r}).polyreme_emulated_break_gpu(1)
+        trainer.step(local_part(world, tokens), local_part(world, targets))
+except pr.Error as error:
+    print(json.dumps({{"error": type(error).__name__, "text": str(error)}}), flush=True)
+    raise
+"""
+
+
+@pytest.mark.mp
+def test_g1_an_illegal_address_ends_both_ranks(gpus):
+    """The rank of the broken GPU says so, the other one names it."""
+    script = BREAKS.format(
+        here=str(Path(__file__).parent), library=str(emulated_folder() / "libpolyreme_cuda.so")
+    )
+    with Ranks([script, script], POLYREME_BACKENDS=str(emulated_folder())) as ranks:
+        ended = [ranks.end(rank) for rank in (1, 0)]
+    (broken,), (survivor,) = ended[0][1], ended[1][1]
+    assert broken["error"] == "DeviceError"
+    assert "cuda:1" in broken["text"]
+    assert "cudaErrorIllegalAddress" in broken["text"]
+    assert survivor["error"] == "PeerLost"
+    assert "rank 1" in survivor["text"]
+    assert all(code == 1 for code, _, _ in ended)
 
 
 # ---- checkpoints ----
@@ -208,22 +296,33 @@ def test_arrays_in_a_checkpoint_of_a_gpu_run(gpus, tmp_path):
     assert back["moment"].tolist() == [0, 1, 2, 3, 4]
 
 
+# ---- the script for real GPUs ----
+
+
+def test_the_script_for_real_gpus_runs(gpus):
+    script = Path(__file__).parents[2] / "scripts" / "gpu_step.py"
+    if not script.exists():
+        pytest.skip("away from the sources")
+    environment = clean_environment(POLYREME_BACKENDS=str(emulated_folder()))
+    command = [sys.executable, str(script), "--tiny", "--steps", "1"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = json_lines(done.stdout)
+    assert {line["outcome"] for line in lines} == {"ok"}
+    assert lines[-1]["model_step"] == "tiny"
+
+
 # ---- what is refused ----
 
 
-def test_what_has_no_kernels_is_refused(gpus):
-    world = alone(device="cuda")
-    model = model_of()
-    for optimizer in (pr.LAMB(), pr.Muon()):
-        refused(
-            pr.NotAvailable,
-            ["cuda:0", "device='cpu'"],
-            lambda optimizer=optimizer: make_trainer(world, model, optimizer=optimizer),
-        )
+def test_offload_is_refused(gpus):
+    options = {"zero": pr.Zero(stage=1, offload=True)}
     refused(
         pr.NotAvailable,
-        ["offload", "cuda:0"],
-        lambda: make_trainer(world, model, zero=pr.Zero(stage=1, offload=True)),
+        ["offload", "cuda:0", "device='cpu'"],
+        lambda: make_trainer(alone(device="cuda"), model_of(), **options),
     )
 
 

@@ -22,6 +22,7 @@
 #include "kernels/rotary.cuh"
 #include "kernels/rows.cuh"
 #include "kernels/tree_reduce.cuh"
+#include "kernels/whole_param.cuh"
 
 namespace {
 
@@ -183,6 +184,10 @@ constexpr PolyremeCudaTable kTable = {
     launched<polyreme::kernels::launch_adamw>,
     launched<polyreme::kernels::launch_sgd>,
     launched<polyreme::kernels::launch_lion>,
+    launched<polyreme::kernels::launch_lamb_moments>,
+    launched<polyreme::kernels::launch_lamb_apply>,
+    launched<polyreme::kernels::launch_muon_momentum>,
+    launched<polyreme::kernels::launch_weighted_sum>,
     launched<polyreme::kernels::launch_gradient_norm>,
     launched<polyreme::kernels::launch_exact_sum>,
     launched<polyreme::kernels::launch_clip_scale>,
@@ -202,15 +207,20 @@ constexpr PolyremeCudaTable kTable = {
     launched<polyreme::kernels::launch_norm_forward>,
     launched<polyreme::kernels::launch_norm_backward_input>,
     launched<polyreme::kernels::launch_accumulate_rows>,
+    launched<polyreme::kernels::launch_add_rows>,
     launched<polyreme::kernels::launch_norm_backward_weight>,
     launched<polyreme::kernels::launch_rotary>,
     launched<polyreme::kernels::launch_rotary_table>,
     launched<polyreme::kernels::launch_embedding_forward>,
     launched<polyreme::kernels::launch_embedding_backward>,
+    launched<polyreme::kernels::launch_embedding_part_forward>,
+    launched<polyreme::kernels::launch_embedding_part_backward>,
     launched<polyreme::kernels::launch_cross_entropy_forward>,
     launched<polyreme::kernels::launch_cross_entropy_backward>,
     launched<polyreme::kernels::launch_vocab_part_max>,
     launched<polyreme::kernels::launch_vocab_part_sums>,
+    launched<polyreme::kernels::launch_vocab_part_finish>,
+    launched<polyreme::kernels::launch_vocab_part_backward>,
     launched<polyreme::kernels::launch_attention_forward>,
     launched<polyreme::kernels::launch_attention_backward>,
     launched<polyreme::kernels::launch_ordered_gemm>,

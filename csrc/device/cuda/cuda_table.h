@@ -11,7 +11,7 @@ extern "C" {
 #endif
 
 // Raised whenever the table or a struct below changes. The loader refuses any other number.
-#define POLYREME_CUDA_TABLE_VERSION 4
+#define POLYREME_CUDA_TABLE_VERSION 5
 #define POLYREME_CUDA_TABLE_SYMBOL "polyreme_cuda_table"
 
 // Outcome of a call: CUDA's error number (0 = success), with its name and text for people.
@@ -85,6 +85,10 @@ struct PolyremeCudaTable {
   struct PolyremeCudaStatus (*adamw)(const struct PolyremeAdamW* args, void* stream);
   struct PolyremeCudaStatus (*sgd)(const struct PolyremeSgd* args, void* stream);
   struct PolyremeCudaStatus (*lion)(const struct PolyremeLion* args, void* stream);
+  struct PolyremeCudaStatus (*lamb_moments)(const struct PolyremeLamb* args, void* stream);
+  struct PolyremeCudaStatus (*lamb_apply)(const struct PolyremeLamb* args, void* stream);
+  struct PolyremeCudaStatus (*muon_momentum)(const struct PolyremeMomentum* args, void* stream);
+  struct PolyremeCudaStatus (*weighted_sum)(const struct PolyremeWeightedSum* args, void* stream);
   struct PolyremeCudaStatus (*gradient_norm)(const struct PolyremeGradientNorm* args, void* stream);
   struct PolyremeCudaStatus (*exact_sum)(const struct PolyremeExactSum* args, void* stream);
   struct PolyremeCudaStatus (*clip_scale)(const struct PolyremeClipScale* args, void* stream);
@@ -105,16 +109,22 @@ struct PolyremeCudaTable {
   struct PolyremeCudaStatus (*norm_backward_input)(const struct PolyremeNormBackwardInput* args,
                                                    void* stream);
   struct PolyremeCudaStatus (*accumulate_rows)(const struct PolyremeAccumulateRows* args, void* stream);
+  struct PolyremeCudaStatus (*add_rows)(const struct PolyremeAddRows* args, void* stream);
   struct PolyremeCudaStatus (*norm_backward_weight)(const struct PolyremeNormBackwardWeight* args,
                                                     void* stream);
   struct PolyremeCudaStatus (*rotary)(const struct PolyremeRotary* args, void* stream);
   struct PolyremeCudaStatus (*rotary_table)(const struct PolyremeRotaryTable* args, void* stream);
   struct PolyremeCudaStatus (*embedding_forward)(const struct PolyremeEmbedding* args, void* stream);
   struct PolyremeCudaStatus (*embedding_backward)(const struct PolyremeEmbedding* args, void* stream);
+  struct PolyremeCudaStatus (*embedding_part_forward)(const struct PolyremeEmbeddingPart* args, void* stream);
+  struct PolyremeCudaStatus (*embedding_part_backward)(const struct PolyremeEmbeddingPart* args,
+                                                       void* stream);
   struct PolyremeCudaStatus (*cross_entropy_forward)(const struct PolyremeCrossEntropy* args, void* stream);
   struct PolyremeCudaStatus (*cross_entropy_backward)(const struct PolyremeCrossEntropy* args, void* stream);
   struct PolyremeCudaStatus (*vocab_part_max)(const struct PolyremeVocabPart* args, void* stream);
   struct PolyremeCudaStatus (*vocab_part_sums)(const struct PolyremeVocabPart* args, void* stream);
+  struct PolyremeCudaStatus (*vocab_part_finish)(const struct PolyremeVocabPart* args, void* stream);
+  struct PolyremeCudaStatus (*vocab_part_backward)(const struct PolyremeVocabPart* args, void* stream);
   struct PolyremeCudaStatus (*attention_forward)(const struct PolyremeAttention* args, void* stream);
   struct PolyremeCudaStatus (*attention_backward)(const struct PolyremeAttention* args, void* stream);
   struct PolyremeCudaStatus (*ordered_gemm)(const struct PolyremeGemm* args, void* stream);

@@ -44,6 +44,39 @@ struct PolyremeLion {
   float lr, decay;
 };
 
+// ---- whole_param.cuh ----------------------------------------------------------------------------
+struct PolyremeLamb {
+  float* param;
+  const float* grad;  // moments
+  float* m;
+  float* v;
+  const float* scale;
+  int64_t* sums;                     // two of ExactSum: the squares of the parameter and of the direction
+  float new_m, keep_v, new_v;        // as AdamW's; moments
+  float sqrt_bias2, eps, step_size;  // step_size: 1 / (1 - beta1^step)
+  float decay;                       // the weight decay itself
+  double lr;                         // apply
+  int64_t count;
+};
+struct PolyremeMomentum {
+  const float* grad;
+  float* m;
+  float* out;
+  const float* scale;
+  float new_m, momentum;
+  int64_t count;
+};
+struct PolyremeWeightedSum {
+  const float* x;
+  const float* y;        // null: a x alone
+  float* out;            // may be x or y
+  const float* scale;    // null, or nothing changes where it is NaN
+  const int64_t* limbs;  // null, or a is 1 / (root of this sum of ExactSum + tiny)
+  double tiny;
+  float a, b;
+  int64_t count;
+};
+
 // ---- gradient_norm.cuh --------------------------------------------------------------------------
 struct PolyremeGradientNorm {
   float* grad;
@@ -87,7 +120,7 @@ struct PolyremeFill {
 struct PolyremeAccumulate {
   const void* x;
   float* out;
-  int32_t* not_finite;  // set to 1 where x is not finite
+  int32_t* not_finite;  // null, or set to 1 where x is not finite
   int64_t count;
   int32_t dtype;  // of x
 };
@@ -173,6 +206,13 @@ struct PolyremeAccumulateRows {
   int64_t rows, cols;
   int32_t dtype;
 };
+struct PolyremeAddRows {
+  const float* x;     // [rows, cols]
+  const void* table;  // [period, cols]
+  void* out;
+  int64_t rows, cols, period;
+  int32_t table_dtype, out_dtype;
+};
 struct PolyremeNormBackwardWeight {
   const void* dy;
   const void* x;
@@ -211,6 +251,14 @@ struct PolyremeEmbedding {
   int64_t batch, seq, cols, vocab;
   int32_t dtype;
 };
+// The rows of tokens [first_token, first_token + vocab); `count` tokens.
+struct PolyremeEmbeddingPart {
+  const int32_t* tokens;
+  const void* table;  // [vocab, cols] of dtype; backward: rows of dtype, [count, cols]
+  float* out;         // [count, cols]; backward: [vocab, cols]
+  int64_t count, cols, vocab, first_token;
+  int32_t dtype;
+};
 
 // ---- cross_entropy.cuh --------------------------------------------------------------------------
 struct PolyremeCrossEntropy {
@@ -223,14 +271,17 @@ struct PolyremeCrossEntropy {
   float scale;  // backward
   int32_t dtype;
 };
-// One rank's columns [first_column, first_column + cols) of the logits.
+// Columns of the logits from first_column on: `cols` of them, of which `valid` are of the vocabulary.
 struct PolyremeVocabPart {
-  const void* logits;  // [rows, cols]
+  void* logits;  // [rows, cols]
   const int32_t* targets;
-  float* max;           // [rows]; in for sums, out for maxima
+  float* max;           // [rows]; in and out for maxima
   float* sum_exp;       // [rows]
   float* target_logit;  // [rows]
-  int64_t rows, cols, first_column;
+  float* loss;          // [rows]; finish
+  float* log_sum_exp;   // [rows]; finish, backward
+  int64_t rows, cols, valid, first_column;
+  float scale;  // backward
   int32_t dtype;
 };
 

@@ -54,6 +54,7 @@ class Case:
     sums: str
     bucket_mib: int
     overlap: bool
+    prefetch: int = 1
     schedule: str = ""
     micro_batches: int = 0
     copies: bool = False
@@ -64,7 +65,8 @@ class Case:
         if self.schedule:
             return f"{self.schedule}, {self.micro_batches} micro-batches, {self.precision}"
         overlap = "overlap" if self.overlap else "no overlap"
-        return f"zero={self.zero} {self.precision} {self.sums} {self.bucket_mib} MiB {overlap}"
+        ahead = f" prefetch {self.prefetch}" if self.prefetch != 1 else ""
+        return f"zero={self.zero} {self.precision} {self.sums} {self.bucket_mib} MiB {overlap}{ahead}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class ScalingOptions:
     kinds: "weak": `batch` samples for each rank; "strong": `batch` for each rank of the largest size, over all ranks.
     axis: "dp", "tp", or "pp": a pipeline of as many stages. There micro_batches takes the place of `batch`: those of a
         step on the largest size, and each rank's share of their samples on the others.
-    zeros, precisions, sums, bucket_mibs, overlaps, schedules, micro_batches: every combination is measured.
+    zeros, precisions, sums, bucket_mibs, overlaps, prefetches, schedules, micro_batches: every combination is measured.
     threads: of each rank, which is pinned to as many CPUs.
     copies: measures them too, beside weak scaling from one rank.
 
@@ -92,6 +94,7 @@ class ScalingOptions:
     sums: tuple[str, ...] = ("ordered",)
     bucket_mibs: tuple[int, ...] = (25,)
     overlaps: tuple[bool, ...] = (True,)
+    prefetches: tuple[int, ...] = (1,)
     schedules: tuple[str, ...] = ("one_f_one_b",)
     micro_batches: tuple[int, ...] = (2, 4, 8, 16)
     batch: int = 2
@@ -113,6 +116,11 @@ class ScalingOptions:
         _check_list("--overlap", ["on" if overlap else "off" for overlap in self.overlaps])
         for mib in self.bucket_mibs:
             check_int("--bucket-mib", mib, 1)
+        _check_list("--prefetch", self.prefetches)
+        for layers in self.prefetches:
+            check_int("--prefetch", layers, 0)
+        if len(self.prefetches) > 1 and self.zeros != (3,):
+            raise InvalidArgument("--prefetch: several of them make a difference with --zero 3 alone")
         _check_list("--sums", self.sums, ("ordered", "fast"))
         for name, low in (("batch", 1), ("micro_batch", 1), ("repeats", 1), ("steps", 1), ("warmup", 0)):
             check_int(f"bench scaling: {name}", getattr(self, name), low)
@@ -169,9 +177,10 @@ class ScalingOptions:
     def series(self) -> list[tuple[str, list[Case]]]:
         """(kind, cases by size) of every line of the result. Cases are shared: one rank has nothing to shard."""
         found = []
-        choices = (self.kinds, self.zeros, self.precisions, self.sums, self.bucket_mibs, self.overlaps)
+        reduction = (self.sums, self.bucket_mibs, self.overlaps, self.prefetches)
+        choices = (self.kinds, self.zeros, self.precisions, *reduction)
         pipelines = itertools.product(self.schedules, self.micro_batches) if self.axis == "pp" else [("", 0)]
-        for (kind, zero, precision, sums, mib, overlap), (schedule, count) in itertools.product(
+        for (kind, zero, precision, sums, mib, overlap, ahead), (schedule, count) in itertools.product(
             itertools.product(*choices), pipelines
         ):
             whole = Case(
@@ -184,6 +193,7 @@ class ScalingOptions:
                 sums=sums,
                 bucket_mib=mib,
                 overlap=overlap,
+                prefetch=ahead,
             )
             found.append((kind, [self._at(whole, kind, size) for size in self.sizes]))
         return found
@@ -201,6 +211,7 @@ class ScalingOptions:
             sums="ordered",
             bucket_mib=self.bucket_mibs[0],
             overlap=self.overlaps[0],
+            prefetch=self.prefetches[0],
         )
 
     def copies_of(self, base: Case) -> list[Case]:

@@ -254,7 +254,12 @@ def _train(job: _Job, case: Case, environment: RankEnvironment) -> dict[str, Any
         clip_norm=1.0,
         global_batch=case.batch,
         micro_batch=options.micro_batch,
-        zero=pr.Zero(stage=case.zero, bucket_bytes=case.bucket_mib << 20, overlap=case.overlap),
+        zero=pr.Zero(
+            stage=case.zero,
+            bucket_bytes=case.bucket_mib << 20,
+            overlap=case.overlap,
+            prefetch=case.prefetch,
+        ),
         precision=case.precision,
         schedule=PUBLISHED[case.schedule]() if case.schedule else None,
     )

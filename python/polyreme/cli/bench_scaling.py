@@ -42,6 +42,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> ar
     add("--sums", default="ordered", metavar="LIST", help="ordered (default), fast")
     add("--bucket-mib", default="25", metavar="LIST", help="sizes of gradient buckets (default 25)")
     add("--overlap", default="on", metavar="LIST", help="on (default), off: reduce while backward runs")
+    add("--prefetch", default="1", metavar="LIST", help="layers gathered ahead with --zero 3 (default 1)")
     add(
         "--batch",
         type=int,
@@ -100,6 +101,7 @@ def run(args: argparse.Namespace, model: GPT) -> int:
         sums=tuple(_names(args.sums)),
         bucket_mibs=_numbers("--bucket-mib", args.bucket_mib),
         overlaps=_switches("--overlap", args.overlap),
+        prefetches=_numbers("--prefetch", args.prefetch),
         schedules=tuple(_names(args.schedule)),
         micro_batches=_numbers("--micro-batches", args.micro_batches),
         batch=args.batch,

@@ -109,8 +109,8 @@ PROMISE = [
     {
         "backend": "CUDA",
         "equal": "emulated only: loss, gradient norm, weights and optimizer state of a GPT and a Llama (fp32, "
-        'bf16, fp16) equal one CPU\'s at `isa="avx2"`, for dp 2, pp 2, both, and ZeRO stages 0 to 3, with '
-        "AdamW",
+        'bf16, fp16) equal one CPU\'s at `isa="avx2"`, for dp 2, pp 2, both, tp 2 (also with dp 2), and '
+        "ZeRO stages 0 to 3, with AdamW; with LAMB, Muon, Lion and SGD for dp 2, ZeRO stage 2, in fp32",
         "seen": "`tests/cpp/engine/gpu_engine_test.cpp`, and from Python `tests/python/test_gpu.py` (ranks as "
         "threads over an emulated NCCL, as threads or processes by way of the host's memory; checkpoints "
         "from GPUs to CPUs and back), over emulated GPUs, in CI; not yet seen on a GPU",

@@ -48,9 +48,10 @@ namespace {
 struct Case {
   ModelConfig model = tiny_config();
   EngineOptions options = tiny_options(2, 2);
-  int dp = 1, pp = 1;
+  int dp = 1, pp = 1, tp = 1;
+  int lanes_tp = 1;
   int steps = 2;
-  int size() const { return dp * pp; }
+  int size() const { return dp * pp * tp; }
 };
 
 // What must have the same bits everywhere.
@@ -62,8 +63,8 @@ struct Trace {
 
 // One rank of a case, on any device.
 Trace train(Device& device, Communicator& world, const Case& c) {
-  Mesh mesh(world, MeshLayout({{"pp", c.pp}, {"dp", c.dp}}, c.size()));
-  Model model = build_model(c.model);
+  Mesh mesh(world, MeshLayout({{"pp", c.pp}, {"dp", c.dp}, {"tp", c.tp}}, c.size()));
+  Model model = build_model(c.model, {c.lanes_tp, c.tp});
   EngineOptions options = c.options;
   options.optimizer.weight_decay.assign(model.registry.specs().size(), 0.1);
   if (c.pp > 1)
@@ -90,7 +91,7 @@ Trace train(Device& device, Communicator& world, const Case& c) {
 
 // The case on one CPU.
 Trace on_cpu(Case c) {
-  c.dp = c.pp = 1;
+  c.dp = c.pp = c.tp = 1;
   c.options.zero = {.round_first = c.options.zero.round_first};
   const auto device = make_cpu_device({.num_threads = 1, .isa = "avx2"});
   return train(*device, *make_local_communicators(1, {}).front(), c);
@@ -193,6 +194,16 @@ TEST(EmulatedEngine, EveryZeroStage) {
 }
 TEST(EmulatedEngine, APipeline) { expect_cpu_bits(with_zero(0, 1, 2), "pp=2"); }
 TEST(EmulatedEngine, APipelineOfShards) { expect_cpu_bits(with_zero(3, 2, 2), "dp=2, pp=2, zero=3"); }
+TEST(EmulatedEngine, TensorParallelRanks) {
+  for (const int tp : {1, 2}) {
+    Case c{.tp = tp, .lanes_tp = 2};
+    expect_cpu_bits(c, concat("tp=", tp));
+  }
+  Case c = llama(DType::kBF16);
+  c.dp = c.tp = c.lanes_tp = 2;
+  c.options.zero.stage = 3;
+  expect_cpu_bits(c, "Llama, dp=2, tp=2, zero=3, bf16");
+}
 TEST(EmulatedEngine, LlamaInShards) {
   Case c = llama(DType::kBF16);
   c.dp = 2;

@@ -135,6 +135,7 @@ TEST(CrossEntropyKernel, PartsOfTheVocabularyGiveTheLoss) {
                                           .target_logit = at_target.data(),
                                           .rows = s.rows,
                                           .cols = cols,
+                                          .valid = cols,
                                           .first_column = first,
                                           .dtype = kCodeOf<T>};
           run(sums ? kernels::launch_vocab_part_sums : kernels::launch_vocab_part_max, args);

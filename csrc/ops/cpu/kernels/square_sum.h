@@ -1,5 +1,5 @@
 // The sum of squares of fp32 numbers: sixteen lanes of double, element i in lane i % 16, one tree at the end.
-// A square of an fp32 number is exact in double.
+// A square of an fp32 number is exact in double, so that a fused addition has the same bits.
 #pragma once
 
 #include "ops/cpu/kernels/lanes.h"
@@ -13,8 +13,8 @@ struct SquareSum {
 POLYREME_INLINE void add_half_squares(__m256 x, __m256d& low, __m256d& high) {
   const __m256d x_low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
   const __m256d x_high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
-  low += x_low * x_low;
-  high += x_high * x_high;
+  low = _mm256_fmadd_pd(x_low, x_low, low);
+  high = _mm256_fmadd_pd(x_high, x_high, high);
 }
 
 POLYREME_INLINE void add_squares(SquareSum& sum, v16f x) {
