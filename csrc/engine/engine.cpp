@@ -71,16 +71,17 @@ int size_of(const Mesh& mesh, const std::string& name) {
   return has_axis(mesh, name) ? mesh.layout().size(name) : 1;
 }
 
-std::unique_ptr<TensorParallel> tensor_parallel(const Model& model, const Mesh& mesh,
+std::unique_ptr<TensorParallel> tensor_parallel(const Device& device, const Model& model, const Mesh& mesh,
                                                 const EngineOptions& options) {
   const int64_t size = size_of(mesh, "tp"), lanes = model.lanes.lanes;
   require(model.lanes.size == size, "the model was built for tp=", model.lanes.size,
           ", the mesh has tp=", size, "; build it for the mesh");
   if (lanes == 1) return nullptr;
   require<NotAvailable>(
-      options.optimizer.rule != "muon", "optimizer 'muon' with lanes.tp=", lanes,
-      ": it orthogonalizes whole matrices, of which tp has parts; use adamw, sgd, lion or lamb,"
-      " or tp=1 and lanes.tp=1");
+      device.kind() == DeviceKind::kCpu || options.optimizer.rule != "muon",
+      "optimizer 'muon' with lanes.tp=", lanes, " on ", device.description(),
+      ": it puts together matrices of which tp has parts, which has no",
+      " kernel there; use adamw, sgd, lion or lamb, tp=1 and lanes.tp=1, or train with device='cpu'");
   return std::make_unique<TensorParallel>(mesh.group({"tp"}), lanes);
 }
 
@@ -117,9 +118,10 @@ std::vector<int> chunk_of_params(const StagePart& part) {
   return chunks;
 }
 
-ParamParts parts_of_params(const StagePart& part, const TensorParallel* tp) {
+ParamParts parts_of_params(const StagePart& part, const Model& model, const TensorParallel* tp) {
   if (!tp) return {};
-  ParamParts parts{.whole = part.whole, .group = &tp->group()};
+  ParamParts parts{
+      .whole = part.whole, .group = &tp->group(), .lanes = tp->lanes(), .specs = model.registry.specs()};
   for (const ParamSpec& spec : part.registry.specs()) parts.is_part.push_back(is_cut(spec, "tp"));
   return parts;
 }
@@ -143,7 +145,7 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
       model_(std::move(model)),
       options_(checked(options, dp_)),
       stream_(device.create_stream("compute")),
-      tp_(tensor_parallel(model_, mesh, options_)),
+      tp_(tensor_parallel(device, model_, mesh, options_)),
       part_(part_of(model_, mesh, options_, tp_.get())),
       background_(options_.zero.overlap && dp_.size() > 1
                       ? device.create_stream("background", StreamKind::kBackground)
@@ -156,9 +158,9 @@ Engine::Engine(Device& device, Mesh& mesh, Model model, const EngineOptions& opt
       params_(*stream_, background(), part_.registry, plan_, groups_, tp_.get(),
               options_.lanes_dp / dp_.size(), options_.zero,
               options_.loss_scale.dynamic || options_.max_skipped != 0, part_),
-      optimizer_(make_optimizer(*stream_, plan_.map, groups_.shard_rank(),
-                                groups_.num_shards() > 1 ? &groups_.shard() : nullptr,
-                                options_of(part_, options_.optimizer), parts_of_params(part_, tp_.get()))),
+      optimizer_(make_optimizer(
+          *stream_, plan_.map, groups_.shard_rank(), groups_.num_shards() > 1 ? &groups_.shard() : nullptr,
+          options_of(part_, options_.optimizer), parts_of_params(part_, model_, tp_.get()))),
       loss_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "loss sum")),
       square_sum_(empty(device, DType::kI64, {ExactSum::kLimbs}, "squared gradient sum")),
       clip_scale_(empty(device, DType::kF32, {1}, "clip scale")),

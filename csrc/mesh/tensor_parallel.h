@@ -16,6 +16,12 @@ namespace polyreme {
 //
 // Collectives work sample by sample: a sample's own tokens are then one contiguous slice of the sample, and
 // nothing has to be rearranged. All of them are enqueued; nothing waits.
+//
+// They are not cut into chunks beside the products that they feed: on a CPU with a core for each rank nobody
+// is free to move them meanwhile. Measured at tp=2 (6 x 768, 4 samples of 1024 tokens, two processes):
+// collectives are 5.6 % of a step, and 3.5 % are there even for the rank that comes last, which is the
+// copying and adding itself. Chunks could hide a part of the other 2 %, in which a rank waits for its
+// neighbour. A GPU with copy engines is another case.
 class TensorParallel {
  public:
   // `group` must outlive this object. Throws InvalidArgument as check_lanes does.

@@ -61,6 +61,28 @@ void copy(Stream& stream, const Tensor& from, const Tensor& to) {
                from.size_bytes());
 }
 
+void copy_runs(Stream& stream, const Tensor& from, const Tensor& to, std::vector<CopyRun> runs) {
+  check_dense({"copy_runs", "from"}, from, from.dtype());
+  check_dense({"copy_runs", "to"}, to, from.dtype());
+  check_apart({"copy_runs", "to"}, to, from);
+  const auto fits = [](int64_t begin, int64_t size, const Tensor& tensor) {
+    return begin >= 0 && size >= 0 && begin <= tensor.numel() - size;
+  };
+  for (const CopyRun& run : runs)
+    require(fits(run.from, run.size, from) && fits(run.to, run.size, to), "copy_runs: ", run.size,
+            " elements from ", run.from, " of ", from.numel(), " to ", run.to, " of ", to.numel());
+  const auto bytes = static_cast<int64_t>(dtype_size(from.dtype()));
+  const auto* const source = static_cast<const char*>(from.raw_address());
+  auto* const target = static_cast<char*>(to.raw_address());
+  as_cpu(stream).enqueue({"copy_runs", OpKind::kCopy, 0, to.size_bytes()},
+                         {reads(from), reads(to), writes(to)},
+                         [=, runs = std::move(runs)](const CpuContext&) {
+                           for (const CopyRun& run : runs)
+                             std::memcpy(target + run.to * bytes, source + run.from * bytes,
+                                         static_cast<size_t>(run.size * bytes));
+                         });
+}
+
 void copy_from_host(Stream& stream, const void* from, const Tensor& to) {
   check_dense({"copy_from_host", "to"}, to, to.dtype());
   require(from != nullptr || to.numel() == 0,

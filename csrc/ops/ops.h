@@ -35,6 +35,12 @@ void round_stochastic(Stream& stream, const Tensor& from, const Tensor& to, cons
                       int64_t first_element);
 // Any dtype; equal dtype and shape.
 void copy(Stream& stream, const Tensor& from, const Tensor& to);
+// Elements [from, from + size) to [to, to + size).
+struct CopyRun {
+  int64_t from, to, size;
+};
+// Any number of runs between tensors of one dim and dtype, apart in `to`. Not on GPUs yet.
+void copy_runs(Stream& stream, const Tensor& from, const Tensor& to, std::vector<CopyRun> runs);
 // `from` / `to` point to tensor.size_bytes() bytes of host memory that must stay alive and
 // untouched until the stream was synchronized. Any dtype.
 void copy_from_host(Stream& stream, const void* from, const Tensor& to);

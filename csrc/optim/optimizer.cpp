@@ -90,7 +90,7 @@ std::unique_ptr<Optimizer> make_optimizer(Stream& stream, const ShardMap& map, i
                         ", which reads its state more than once in an update: this version offloads ",
                         "the state of adamw, sgd and lion; use one of them, or offload=False");
   if (options.rule == "lamb") return make_lamb(stream, map, shard, shard_group, options, parts);
-  if (options.rule == "muon") return make_muon(stream, map, shard, shard_group, options);
+  if (options.rule == "muon") return make_muon(stream, map, shard, shard_group, options, parts);
   throw InvalidArgument(
       concat("unknown optimizer rule '", options.rule, "'; expected adamw, sgd, lion, lamb or muon"));
 }

@@ -30,13 +30,15 @@ struct OptimizerOptions {
   bool offload = false;
 };
 
-// Where parameters are parts of larger ones, which tensor parallelism cuts: what a rule that needs norms of
-// whole ones adds up.
+// Where parameters are parts of larger ones, which tensor parallelism cuts: what a rule that needs whole
+// ones, or their norms, puts together.
 struct ParamParts {
   std::vector<int> whole;        // per parameter: whose part it is; the same number, the same one
   std::vector<uint8_t> is_part;  // per parameter: 0: it is a whole one
   Communicator* group =
-      nullptr;  // ranks that have the other parts; alike on them: numbers and order of `whole`
+      nullptr;           // ranks that have the other parts; alike on them: numbers and order of `whole`
+  LaneRange lanes = {};  // whose parts this rank has, of each whole one in order
+  std::vector<ParamSpec> specs;  // of whole ones, by their number
 };
 
 struct OptimizerStep {

@@ -67,7 +67,8 @@ std::unique_ptr<Optimizer> make_lamb(Stream& stream, const ShardMap& map, int64_
                                      Communicator* shard_group, const OptimizerOptions& options,
                                      const ParamParts& parts);
 std::unique_ptr<Optimizer> make_muon(Stream& stream, const ShardMap& map, int64_t shard,
-                                     Communicator* shard_group, const OptimizerOptions& options);
+                                     Communicator* shard_group, const OptimizerOptions& options,
+                                     const ParamParts& parts);
 
 // Whether muon orthogonalizes a parameter of this shape.
 bool is_muon_matrix(const OptimizerOptions& options, int param, const Shape& shape);

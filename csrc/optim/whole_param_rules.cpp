@@ -91,20 +91,24 @@ class Lamb final : public RuleBase {
 };
 
 // Matrices: the momentum of a unit is gathered, and a rank orthogonalizes those of which it has a part. A
-// matrix that lies on a border of shards is computed by both sides; nothing is sent back. All else takes
-// AdamW.
+// matrix that lies on a border of shards is computed by both sides; nothing is sent back. One that tp cuts is
+// put together on all ranks of tp, which compute it alike. All else takes AdamW.
 class Muon final : public RuleBase {
  public:
   Muon(Stream& stream, const ShardMap& map, int64_t shard, Communicator* group,
-       const OptimizerOptions& options)
+       const OptimizerOptions& options, const ParamParts& parts)
       : RuleBase(map, shard, options),
         group_(group),
+        parts_(parts),
         momentum_(add_state(stream, "momentum", [this](int param) { return is_matrix(param); })),
         m_(add_state(stream, "exp_avg", [this](int param) { return !is_matrix(param); })),
         v_(add_state(stream, "exp_avg_sq", [this](int param) { return !is_matrix(param); })) {
     check_betas("Muon", options);
     check_eps("Muon", options);
     check_momentum("Muon", options);
+    std::map<int, int64_t> seen;  // parts, by whole parameter
+    for (size_t param = 0; param < parts_.is_part.size(); ++param)
+      lane_of_.push_back(parts_.is_part[param] ? seen[parts_.whole[param]]++ : 0);
   }
 
   void step(Stream& stream, std::span<const Tensor> weights, std::span<const Tensor> grads,
@@ -115,16 +119,36 @@ class Muon final : public RuleBase {
             adamw_options(options(), run.lr, run.weight_decay, run.step));
     const auto runs_of_matrices = runs(
         step, [this](int param) { return is_matrix(param); }, /*merged=*/false);
+    struct Cut {
+      Tensor parts;  // the directions of this rank's, [lane, elements]
+      int64_t count = 0;
+    };
+    std::map<int, Cut> cuts;  // by whole parameter, whose parts may lie in several units
     for (int unit = 0; unit < map().num_units(); ++unit) {
       if (!takes_part(unit, step)) continue;  // on all ranks alike: the gathering is collective
       const Tensor all = gathered_directions(stream, unit, runs_of_matrices, grads, step);
       for (const Run& run : runs_of_matrices)
-        if (run.unit == unit) update(stream, run, all, weights, step.scale);
+        if (run.unit == unit && !is_part(run.param)) update(stream, run, all, weights, step.scale);
+      for (const int param : map().params_of(unit)) {
+        if (!is_part(param) || !is_matrix(param) || !is_trainable(param)) continue;
+        const int64_t lane = lane_of_[static_cast<size_t>(param)], elements = map().shape_of(param).numel();
+        Cut& cut = cuts[whole_of(param)];
+        if (cut.count == 0)
+          cut.parts = empty(stream.device(), DType::kF32, {parts_.lanes.count, elements}, "muon parts");
+        copy(stream, map().view(all, param).view({1, elements}), cut.parts.slice(0, lane, lane + 1));
+        if (++cut.count < parts_.lanes.count) continue;
+        update_parts(stream, whole_of(param), cut.parts, runs_of_matrices, weights, step.scale);
+        cuts.erase(whole_of(param));
+      }
     }
   }
 
  private:
   bool is_matrix(int param) const { return is_muon_matrix(options(), param, map().shape_of(param)); }
+  bool is_part(int param) const {
+    return !parts_.is_part.empty() && parts_.is_part[static_cast<size_t>(param)] != 0;
+  }
+  int whole_of(int param) const { return parts_.whole[static_cast<size_t>(param)]; }
   bool takes_part(int unit, const OptimizerStep& step) const {
     return std::ranges::any_of(map().params_of(unit), [&](int param) {
       return is_trainable(param) && is_matrix(param) &&
@@ -153,12 +177,58 @@ class Muon final : public RuleBase {
     orthogonalize(stream, matrix);
     const int64_t first = map().shard_slice(run.unit, shard()).begin;
     muon_apply(stream, run.part(weights), all.slice(0, first + run.begin, first + run.end), scale,
-               {.lr = run.lr,
-                .weight_decay = run.weight_decay,
-                .factor = 0.2 * std::sqrt(static_cast<double>(std::max(matrix.size(0), matrix.size(1))))});
+               constants(run, matrix));
+  }
+
+  // The same of a matrix of which this rank has `parts`; leaves their new directions there.
+  void update_parts(Stream& stream, int whole, const Tensor& parts, const std::vector<Run>& runs,
+                    std::span<const Tensor> weights, const Tensor& scale) {
+    const auto is_of_it = [&](const Run& run) { return is_part(run.param) && whole_of(run.param) == whole; };
+    if (std::ranges::none_of(runs, is_of_it)) return;  // on all ranks of tp alike: they hold the same shard
+    const ParamSpec& spec = parts_.specs[static_cast<size_t>(whole)];
+    const int64_t lanes = parts_.lanes.lanes, elements = parts.size(1);
+    Tensor all = parts.view({parts.numel()});
+    if (parts_.group->size() > 1) {
+      const Tensor own = all;
+      all = empty(stream.device(), DType::kF32, {lanes * elements}, "muon parts");
+      parts_.group->all_gather(own, all, stream)->wait_on(stream);
+    }
+    const Tensor matrix = empty(stream.device(), DType::kF32, spec.shape, "muon matrix");
+    const Tensor flat = matrix.view({matrix.numel()});
+    for (int64_t lane = 0; lane < lanes; ++lane)
+      copy_runs(stream, all.slice(0, lane * elements, (lane + 1) * elements), flat,
+                copies(spec, lane, /*to_whole=*/true));
+    orthogonalize(stream, matrix);
+    for (int64_t lane = 0; lane < parts_.lanes.count; ++lane)
+      copy_runs(stream, flat, parts.slice(0, lane, lane + 1).view({elements}),
+                copies(spec, parts_.lanes.first + lane, /*to_whole=*/false));
+    for (const Run& run : runs) {
+      if (!is_of_it(run)) continue;
+      const int64_t begin =
+          map().shard_slice(run.unit, shard()).begin + run.begin - map().offset_in_unit(run.param);
+      const int64_t lane = lane_of_[static_cast<size_t>(run.param)];
+      const Tensor direction = parts.slice(0, lane, lane + 1).view({elements});
+      muon_apply(stream, run.part(weights), direction.slice(0, begin, begin + run.end - run.begin), scale,
+                 constants(run, matrix));
+    }
+  }
+
+  std::vector<CopyRun> copies(const ParamSpec& spec, int64_t lane, bool to_whole) const {
+    std::vector<CopyRun> result;
+    for (const auto& [part, whole, size] : part_runs(spec, "tp", parts_.lanes.lanes, lane))
+      result.push_back(to_whole ? CopyRun{part, whole, size} : CopyRun{whole, part, size});
+    return result;
+  }
+
+  static MuonOptions constants(const Run& run, const Tensor& matrix) {
+    return {.lr = run.lr,
+            .weight_decay = run.weight_decay,
+            .factor = 0.2 * std::sqrt(static_cast<double>(std::max(matrix.size(0), matrix.size(1))))};
   }
 
   Communicator* group_;
+  ParamParts parts_;
+  std::vector<int64_t> lane_of_;  // by parameter: of this rank's lanes
   const std::vector<Tensor>& momentum_;
   const std::vector<Tensor>& m_;
   const std::vector<Tensor>& v_;
@@ -173,8 +243,9 @@ std::unique_ptr<Optimizer> make_lamb(Stream& stream, const ShardMap& map, int64_
 }
 
 std::unique_ptr<Optimizer> make_muon(Stream& stream, const ShardMap& map, int64_t shard,
-                                     Communicator* shard_group, const OptimizerOptions& options) {
-  return std::make_unique<Muon>(stream, map, shard, shard_group, options);
+                                     Communicator* shard_group, const OptimizerOptions& options,
+                                     const ParamParts& parts) {
+  return std::make_unique<Muon>(stream, map, shard, shard_group, options, parts);
 }
 
 bool is_muon_matrix(const OptimizerOptions& options, int param, const Shape& shape) {

@@ -29,6 +29,7 @@ With lanes of tensor parallelism (pr.Lanes(tp=)) there are three kinds, with the
 from __future__ import annotations
 
 import fnmatch
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -165,6 +166,9 @@ class TorchLayer(Layer):
 
     def __init__(self, make: Any, *, cut: Mapping[str, str] | None = None, skip: bool = False) -> None:
         self._module = make()
+        self._lock = (
+            threading.Lock()
+        )  # a call puts its weights into the module: ranks of one process take turns
         self._skip = skip
         self._shapes = {
             name.replace(".", "_"): (name, value) for name, value in self._module.named_parameters()
@@ -216,7 +220,8 @@ class TorchLayer(Layer):
             if call.lane > 0:
                 absent = self._added_once & weights.keys()
                 used.update({path: torch.zeros_like(weights[path]) for path in absent})
-            y = torch.func.functional_call(self._module, used, (x,))
+            with self._lock:
+                y = torch.func.functional_call(self._module, used, (x,))
             if self._skip and call.lane == 0:
                 y = x + y
         call.graph = (x, weights, y)  # type: ignore[attr-defined]

@@ -171,7 +171,7 @@ class Muon(AdamW):
     betas and eps. Steps of matrices are 0.2 sqrt(max(rows, cols)) lr long, so that one lr and one weight decay suit
     both parts (Liu et al. 2025). A fused matrix, such as q|k|v, counts as one. The momentum is sharded like all
     state; for the update the matrices of a bucket are gathered, and each is computed by the ranks that hold a
-    part of it.
+    part of it. One that tp cuts is put together on the ranks of tp, which compute it alike.
     """
 
     momentum: float = 0.95

@@ -277,7 +277,8 @@ class Trainer:
         """Trains until `steps` updates are made in all, yielding the stats of each.
 
         Step k takes the samples k * global_batch and on of an order that is a pure function of
-        (seed, position): every epoch is a permutation of the data, for any number of ranks.
+        (seed, position): every epoch is a permutation of the data, for any number of ranks. All samples have
+        data.seq_len tokens, here and in evaluate(); micro-batches of different lengths are for step().
 
         Args:
             validation: evaluated every `validate_every` steps (0: never between) and after the last one.

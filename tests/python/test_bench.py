@@ -168,13 +168,14 @@ def test_step_against_data_parallel_torch():
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_step_against_torch_pipelining():
+@pytest.mark.parametrize("axis, rival", [("pp", "torch-pipelining"), ("tp", "torch-dtensor")])
+def test_step_against_pytorchs_other_axes(axis, rival):
     import reference  # noqa: F401  (skips where PyTorch is missing)
 
-    more = ["--axis", "pp", "--batch", 2, "--micro-batch", 1, "--steps", 1, "--against", "torch-pipelining"]
+    more = ["--axis", axis, "--batch", 2, "--micro-batch", 1, "--steps", 1, "--against", rival]
     result = bench("step", *more)
     losses = {name: run["loss"] for name, run in result["runs"].items()}
-    assert losses["torch-pipelining"] == pytest.approx(losses["polyreme"], rel=1e-4)
+    assert losses[rival] == pytest.approx(losses["polyreme"], rel=1e-4)
 
 
 def test_other_mathematics_is_told(monkeypatch):

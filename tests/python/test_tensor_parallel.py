@@ -180,9 +180,12 @@ def test_o_tp_05_vocabulary_that_does_not_divide(tp):
     assert run_ranks(tp, with_zeros) == [pytest.approx(np.log(11), rel=1e-6)] * tp
 
 
-@pytest.mark.parametrize("rule", [pr.LAMB(lr=0.1, weight_decay=0.1), pr.SGD(lr=0.1, momentum=0.9)])
+RULES = [pr.LAMB(lr=0.1, weight_decay=0.1), pr.SGD(lr=0.1, momentum=0.9), pr.Muon(lr=0.01, weight_decay=0.1)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_other_optimizers(rule):
-    """LAMB takes norms of whole parameters, of which tp has parts."""
+    """LAMB takes norms of whole parameters, of which tp has parts, and Muon orthogonalizes whole ones."""
     expected = many(1, rule=rule)
     [(loss, *_), *_], *_ = expected
     [(other, *_), *_], *_ = many(1, rule=rule, lanes=1)
@@ -190,19 +193,11 @@ def test_other_optimizers(rule):
     for ranks, options in (
         (2, dict(tp=2)),
         (4, dict(tp=4)),
-        (8, dict(tp=2, pp=2, zero=1)),
+        (8, dict(tp=2, pp=2, zero=pr.Zero(stage=1, bucket_bytes=4096))),
         (4, dict(tp=2, zero=3)),
     ):
         assert many(ranks, rule=rule, **options) == expected
-
-
-def test_muon_is_refused():
-    def run(world):
-        words = ["lanes.tp=2", "adamw, sgd, lion or lamb"]
-        build = functools.partial(pr.Trainer, GPT, pr.Mesh(world, tp=2), global_batch=4)
-        refused(pr.NotAvailable, words, lambda: build(optimizer=pr.Muon(lr=0.1)))
-
-    run_ranks(2, run)
+    assert many(2, tp=2, rule=rule, executor="deferred") == expected
 
 
 def test_gradients_communicated_in_16_bits_and_state_in_host_memory():

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..models import GPT
 
-__all__ = ["TorchGPT", "TorchStage", "groups", "load_weights"]
+__all__ = ["SplitAttention", "TorchGPT", "TorchStage", "groups", "load_weights"]
 
 
 class _Attention(nn.Module):
@@ -28,6 +28,31 @@ class _Attention(nn.Module):
         q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         result: torch.Tensor = self.proj(out.transpose(1, 2).reshape(batch, seq, hidden))
+        return result
+
+
+class SplitAttention(nn.Module):
+    """The same with q, k and v apart, so that each can be cut by heads: of the heads that it is given, maybe a part."""
+
+    def __init__(self, whole: _Attention) -> None:
+        super().__init__()
+        hidden = whole.proj.in_features
+        self.head_dim = hidden // whole.heads
+        self.q, self.k, self.v = (nn.Linear(hidden, hidden) for _ in range(3))
+        self.proj = whole.proj
+        with torch.no_grad():
+            for part, weight, bias in zip(
+                (self.q, self.k, self.v), whole.qkv.weight.chunk(3), whole.qkv.bias.chunk(3), strict=True
+            ):
+                part.weight.copy_(weight)
+                part.bias.copy_(bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Activations to activations."""
+        parts = (part(x) for part in (self.q, self.k, self.v))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in parts)
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: torch.Tensor = self.proj(out.transpose(1, 2).flatten(2))
         return result
 
 

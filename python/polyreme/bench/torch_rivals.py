@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,13 +46,23 @@ def _join_gloo(settings: dict[str, Any]) -> None:
     )
 
 
-def _step(settings: dict[str, Any], module: Any, forward: Any, last: Callable[[bool], Any]) -> Step:
-    """A training step. last(whether it is the last micro-batch) is the context in which one runs."""
+def _step(
+    settings: dict[str, Any],
+    module: Any,
+    forward: Any,
+    last: Callable[[bool], Any],
+    parts: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
+    clip: Callable[[], Any] | None = None,
+) -> Step:
+    """A training step. last(whether it is the last micro-batch) is the context in which one runs.
+
+    parts: makes the optimizer's groups of the default ones. clip: instead of PyTorch's clipping.
+    """
     import torch
 
     from .torch_gpt import groups
 
-    optimizer = torch.optim.AdamW(groups(module, WEIGHT_DECAY), lr=LR, eps=EPS, fused=True)
+    optimizer = torch.optim.AdamW(parts(groups(module, WEIGHT_DECAY)), lr=LR, eps=EPS, fused=True)
     size = settings["micro_batch"]
 
     def step(tokens: Any, targets: Any) -> float:
@@ -66,7 +76,10 @@ def _step(settings: dict[str, Any], module: Any, forward: Any, last: Callable[[b
                     loss = forward(_long(tokens[part]), _long(targets[part])) * share
                 loss.backward()
             total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP_NORM)
+        if clip is None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP_NORM)
+        else:
+            clip()
         optimizer.step()
         return total
 
@@ -216,19 +229,80 @@ def _make_pipelining(settings: dict[str, Any]) -> Step:
                 schedule.step(*arguments)
         loss = torch.stack(losses).mean().detach() if part.is_last else torch.zeros(())
         dist.broadcast(loss, stages - 1)
-        squares = torch.zeros(())
-        for parameter in part.parameters():
-            if parameter.grad is not None:
-                squares += parameter.grad.square().sum()
-        dist.all_reduce(squares)
-        factor = torch.clamp(CLIP_NORM / (squares.sqrt() + 1e-6), max=1.0)  # as clip_grad_norm_ does
-        for parameter in part.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        _clip([p.grad for p in part.parameters() if p.grad is not None])
         optimizer.step()
         return float(loss)
 
     return step
+
+
+def _clip(own: list[Any], alike: Sequence[Any] = ()) -> None:
+    """Clips by the norm over all ranks, as clip_grad_norm_ does; `alike` are gradients that every rank has."""
+    import torch
+    import torch.distributed as dist
+
+    squares = sum((gradient.square().sum() for gradient in own), torch.zeros(()))
+    dist.all_reduce(squares)
+    squares += sum((gradient.square().sum() for gradient in alike), torch.zeros(()))
+    factor = torch.clamp(CLIP_NORM / (squares.sqrt() + 1e-6), max=1.0)
+    for gradient in (*own, *alike):
+        gradient.mul_(factor)
+
+
+def _make_dtensor(settings: dict[str, Any]) -> Step:
+    """DTensor's tensor parallel: attention by heads, MLP, embedding and head by vocabulary, with the loss in parts."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    from .torch_gpt import SplitAttention
+
+    _join_gloo(settings)
+    module = _module(settings)
+    plan: dict[str, Any] = {
+        "wte": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+        "h.*.mlp.fc": ColwiseParallel(),
+        "h.*.mlp.proj": RowwiseParallel(),
+        "h.*.attn.proj": RowwiseParallel(),
+        **{f"h.*.attn.{part}": ColwiseParallel() for part in "qkv"},
+    }
+    blocks: Any = module.h
+    for block in blocks:
+        block.attn = SplitAttention(block.attn)
+    parallelize_module(module, init_device_mesh("cpu", (settings["ranks"],)), plan)
+    if settings["model"]["tied"]:
+        module.lm_head.weight = module.wte.weight
+
+    def is_part(parameter: Any) -> bool:
+        return isinstance(parameter, DTensor) and parameter.placements[0].is_shard()
+
+    def parts(found: list[dict[str, Any]]) -> list[dict[str, Any]]:  # those of DTensors apart from others
+        return [
+            {**group, "params": [p for p in group["params"] if isinstance(p, DTensor) == is_distributed]}
+            for group in found
+            for is_distributed in (False, True)
+        ]
+
+    def local(parameter: Any) -> Any:
+        gradient = parameter.grad
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+    def clip() -> None:
+        parameters = list(module.parameters())
+        _clip([local(p) for p in parameters if is_part(p)], [local(p) for p in parameters if not is_part(p)])
+
+    def forward(tokens: Any, targets: Any) -> Any:
+        return module(tokens, DTensor.from_local(targets, module.wte.weight.device_mesh, [Replicate()]))
+
+    torch.set_num_threads(settings["threads"])
+    return _step(settings, module, forward, lambda is_last: loss_parallel(), parts, clip)
 
 
 RIVALS: dict[str, Callable[[dict[str, Any]], Step]] = {
@@ -238,8 +312,13 @@ RIVALS: dict[str, Callable[[dict[str, Any]], Step]] = {
     "torch-fsdp": _make_fsdp,
     "deepspeed": _make_deepspeed,
     "torch-pipelining": _make_pipelining,
+    "torch-dtensor": _make_dtensor,
 }
-ALONG = {"dp": ("torch-ddp", "torch-fsdp", "deepspeed"), "pp": ("torch-pipelining",)}
+ALONG = {
+    "dp": ("torch-ddp", "torch-fsdp", "deepspeed"),
+    "tp": ("torch-dtensor",),
+    "pp": ("torch-pipelining",),
+}
 DISTRIBUTED = tuple(name for names in ALONG.values() for name in names)
 
 
@@ -267,6 +346,8 @@ def check_rivals(
                 f"--against torch-pipelining: it needs --ranks of 2 or more, and micro-batches of equal size; {ranks} x"
                 f" --batch {batch} is no multiple of --micro-batch {micro_batch}, or --ranks is 1"
             )
+        if name == "torch-dtensor" and ranks == 1:
+            raise InvalidArgument("--against torch-dtensor: it needs --ranks of 2 or more, and --axis tp")
         if precision not in ("fp32", "bf16"):
             raise InvalidArgument(f"--against {name}: it runs in fp32 and bf16, not in {precision!r}")
         if name == "deepspeed" and batch % micro_batch:

@@ -85,7 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--against",
         default="",
         metavar="LIST",
-        help="torch, torch-compile, torch-ddp, torch-fsdp, deepspeed; torch-pipelining along pp",
+        help="torch, torch-compile, torch-ddp, torch-fsdp, deepspeed; torch-dtensor along tp, torch-pipelining along pp",
     )
     step.add_argument("--axis", default="dp", help="that the ranks are along: dp (default), tp, pp")
     step.add_argument(

@@ -149,5 +149,18 @@ TEST(Lanes, RowsOfATableAreAddedAndRoundedOnce) {
   EXPECT_EQ(rig.download(out), (std::vector<float>{11, 22, 33, 44}));
 }
 
+TEST(CopyRuns, MovesRunsAndLeavesTheRest) {
+  const auto x = random_floats(20, 1);
+  const auto moved = same_bits_everywhere([&](Rig& rig) {
+    const Tensor from = rig.upload(x), to = rig.upload(std::vector<float>(10, 7.0f));
+    copy_runs(rig.stream(), from, to, {{0, 5, 3}, {18, 0, 2}, {4, 9, 1}, {20, 10, 0}});
+    EXPECT_THROW(copy_runs(rig.stream(), from, to, {{0, 8, 3}}), InvalidArgument);
+    EXPECT_THROW(copy_runs(rig.stream(), from, to, {{-1, 0, 1}}), InvalidArgument);
+    return rig.download(to);
+  });
+  const std::vector<float> expected = {x[18], x[19], 7, 7, 7, x[0], x[1], x[2], 7, x[4]};
+  EXPECT_EQ(moved, expected);
+}
+
 }  // namespace
 }  // namespace polyreme::testing
