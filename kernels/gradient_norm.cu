@@ -7,16 +7,10 @@
 #include "kernels/elements.cuh"
 #include "kernels/exact.cuh"
 #include "kernels/gradient_norm.cuh"
-#include "kernels/warp.cuh"
+#include "kernels/norm_block.cuh"
 
 namespace polyreme::kernels {
 namespace {
-
-using Limb = unsigned long long;
-constexpr int kNormBlock = 1024;
-constexpr int kThreadsOfBlock = 4;
-constexpr int kBlocksAtOnce = kThreads / kThreadsOfBlock;
-constexpr int kStep = 16;  // elements of one step of a block
 
 __device__ void clear_limbs(Limb* limbs) {
   for (int i = static_cast<int>(threadIdx.x); i < exact::kLimbs; i += static_cast<int>(blockDim.x))
@@ -68,13 +62,8 @@ __global__ void norm_kernel(PolyremeGradientNorm args, bool packs) {
           if (i + e < end) take<1>(args, i + e, e, scale, sum, finite);
       }
     }
-#pragma unroll
-    for (int by = 2; by > 0; by /= 2) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sum[e] = sum[e] + __shfl_xor_sync(kAllLanes, sum[e], by);
-    }
-    if (quarter == 0 && block < num_blocks && args.limbs != nullptr)
-      exact::add(limbs, (sum[0] + sum[2]) + (sum[1] + sum[3]));
+    const double squares = add_accumulators(sum);
+    if (quarter == 0 && block < num_blocks && args.limbs != nullptr) exact::add(limbs, squares);
   }
   if (!finite && args.overflow != nullptr) atomicMax(args.overflow, 1);
   if (args.limbs != nullptr) flush_limbs(limbs, args.limbs);

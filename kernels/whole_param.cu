@@ -1,22 +1,17 @@
 // Flat arrays of `count` elements.
-// moments_kernel. Grid: as norm_kernel of gradient_norm.cu, four threads a block of kNormBlock elements, of
-// which thread q has the lanes 4 q to 4 q + 3, so that the sums have the CPU's order. The other kernels.
-// Grid: one-dimensional, one thread per four elements, strides of the whole grid. Bytes per element: LAMB 16
-// read and 8 written, then 12 and 4; momentum 8 and 8; sums 8 and 4. Memory-bound. Accumulator: fp64 inside a
-// block of 1024, exact integers in shared memory between them; elsewhere none.
+// moments_kernel. Grid: as norm_kernel of gradient_norm.cu, four threads a block of kNormBlock elements, see
+// norm_block.cuh. The other kernels. Grid: one-dimensional, one thread per four elements, strides of the
+// whole grid. Bytes per element: LAMB 16 read and 8 written, then 12 and 4; momentum 8 and 8; sums 8 and 4.
+// Memory-bound. Accumulator: fp64 inside a block of 1024, exact integers in shared memory between them;
+// elsewhere none.
 #include "kernels/elements.cuh"
 #include "kernels/exact.cuh"
-#include "kernels/warp.cuh"
+#include "kernels/norm_block.cuh"
 #include "kernels/whole_param.cuh"
 
 namespace polyreme::kernels {
 namespace {
 
-using Limb = unsigned long long;
-constexpr int kNormBlock = 1024;
-constexpr int kThreadsOfBlock = 4;
-constexpr int kBlocksAtOnce = kThreads / kThreadsOfBlock;
-constexpr int kStep = 16;  // elements of one step of a block
 constexpr int kOfThread = 4;
 
 // LAMB's direction from moments that are up to date, as lamb_direction of the CPU forms it.
@@ -42,16 +37,6 @@ __device__ void take(const PolyremeLamb& args, const Direction& direction, float
   direction_squares = direction_squares + r * r;
 }
 
-// The four lanes of each of the four threads of a block, added as the CPU adds its sixteen.
-__device__ double total(double (&sum)[4]) {
-#pragma unroll
-  for (int by = 2; by > 0; by /= 2) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sum[e] = sum[e] + __shfl_xor_sync(kAllLanes, sum[e], by);
-  }
-  return (sum[0] + sum[2]) + (sum[1] + sum[3]);
-}
-
 __global__ void moments_kernel(PolyremeLamb args) {
   POLYREME_SHARED(Limb, limbs, 2 * exact::kLimbs);
   const float scale = *args.scale;
@@ -71,7 +56,8 @@ __global__ void moments_kernel(PolyremeLamb args) {
       for (int e = 0; e < 4; ++e)
         if (i + e < end) take(args, direction, scale, i + e, of_param[e], of_direction[e]);
     }
-    const double param_squares = total(of_param), direction_squares = total(of_direction);
+    const double param_squares = add_accumulators(of_param),
+                 direction_squares = add_accumulators(of_direction);
     if (quarter == 0 && block < num_blocks) {
       exact::add(limbs, param_squares);
       exact::add(limbs + exact::kLimbs, direction_squares);

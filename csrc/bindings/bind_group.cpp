@@ -52,44 +52,51 @@ class ArrayGroup {
   const std::string& name() const { return group_.name(); }
 
   PendingWork all_reduce(const py::object& data, const std::string& op) {
-    return issue([&, tensor = view("all_reduce: array", data, true), reduction = reduce_op(op)](
-                     Stream& stream) { return group_.all_reduce(tensor, reduction, stream); });
+    ArrayCopies copies;
+    const Tensor tensor = view(copies, "all_reduce: array", data, true);
+    const ReduceOp reduction = reduce_op(op);
+    return issue(copies, [&](Stream& stream) { return group_.all_reduce(tensor, reduction, stream); });
   }
   PendingWork reduce_scatter(const py::object& input, const py::object& output, const std::string& op) {
-    return issue([&, from = view("reduce_scatter: array", input, false),
-                  to = view("reduce_scatter: out", output, true), reduction = reduce_op(op)](Stream& stream) {
-      return group_.reduce_scatter(from, to, reduction, stream);
-    });
+    ArrayCopies copies;
+    const Tensor from = view(copies, "reduce_scatter: array", input, false),
+                 to = view(copies, "reduce_scatter: out", output, true);
+    const ReduceOp reduction = reduce_op(op);
+    return issue(copies, [&](Stream& stream) { return group_.reduce_scatter(from, to, reduction, stream); });
   }
   PendingWork all_gather(const py::object& input, const py::object& output,
                          const std::vector<int64_t>& counts) {
-    return issue([&, from = view("all_gather: array", input, false),
-                  to = view("all_gather: out", output, true)](Stream& stream) {
-      return group_.all_gather(from, to, stream, counts);
-    });
+    ArrayCopies copies;
+    const Tensor from = view(copies, "all_gather: array", input, false),
+                 to = view(copies, "all_gather: out", output, true);
+    return issue(copies, [&](Stream& stream) { return group_.all_gather(from, to, stream, counts); });
   }
   PendingWork broadcast(const py::object& data, int root) {
-    return issue([&, tensor = view("broadcast: array", data, root != rank())](Stream& stream) {
-      return group_.broadcast(tensor, root, stream);
-    });
+    ArrayCopies copies;
+    const Tensor tensor = view(copies, "broadcast: array", data, root != rank());
+    return issue(copies, [&](Stream& stream) { return group_.broadcast(tensor, root, stream); });
   }
   PendingWork all_to_all(const py::object& input, const py::object& output,
                          const std::vector<int64_t>& send_counts,
                          const std::vector<int64_t>& receive_counts) {
-    return issue([&, from = view("all_to_all: array", input, false),
-                  to = view("all_to_all: out", output, true)](Stream& stream) {
+    ArrayCopies copies;
+    const Tensor from = view(copies, "all_to_all: array", input, false),
+                 to = view(copies, "all_to_all: out", output, true);
+    return issue(copies, [&](Stream& stream) {
       return group_.all_to_all(from, to, stream, send_counts, receive_counts);
     });
   }
   using Parts = std::vector<std::pair<py::object, int>>;
   PendingWork exchange(const Parts& sends, const Parts& receives) {
+    ArrayCopies copies;
     std::vector<Transfer> transfers;
     for (const auto& [array, peer] : sends)
-      transfers.push_back({Transfer::Kind::kSend, view("exchange: an array to send", array, false), peer});
+      transfers.push_back(
+          {Transfer::Kind::kSend, view(copies, "exchange: an array to send", array, false), peer});
     for (const auto& [array, peer] : receives)
       transfers.push_back(
-          {Transfer::Kind::kReceive, view("exchange: an array to receive", array, true), peer});
-    return issue([&](Stream& stream) { return group_.exchange(transfers, stream); });
+          {Transfer::Kind::kReceive, view(copies, "exchange: an array to receive", array, true), peer});
+    return issue(copies, [&](Stream& stream) { return group_.exchange(transfers, stream); });
   }
   void set_label(const std::string& label) { group_.set_label(label); }
   void barrier(double timeout_s) {
@@ -98,19 +105,16 @@ class ArrayGroup {
   }
 
  private:
-  Tensor view(const char* what, const py::object& array, bool writable) {
+  Tensor view(ArrayCopies& copies, const char* what, const py::object& array, bool writable) {
     if (world_.device().kind() == DeviceKind::kCpu) return view_of(world_.device(), array, writable, what);
-    return copies_.add(world_.background(), array, writable, what);
+    return copies.add(world_.background(), array, writable, what);
   }
   template <typename Call>
-  PendingWork issue(const Call& call) {
-    ArrayCopies copies = std::exchange(copies_, {});
+  PendingWork issue(ArrayCopies& copies, const Call& call) {
     Stream& stream = world_.background();        // under the GIL: one thread makes it
     const Interruptible interruptible(&group_);  // the deferred executor may run it, and wait, here
     return PendingWork(call(stream), std::move(copies), world_, group_);
   }
-
-  ArrayCopies copies_;  // of the call that is being made
 
   World& world_;
   Communicator& group_;

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "bindings/bindings.h"
-#include "comm/shared_memory/stream_copy.h"
+#include "comm/stream_copy.h"
 #include "mesh/world.h"
 #include "ops/update.h"
 

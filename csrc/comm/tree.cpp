@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "comm/half.h"
-#include "comm/shared_memory/stream_copy.h"
+#include "comm/stream_copy.h"
 
 namespace polyreme {
 namespace {

@@ -141,8 +141,8 @@ class Layer(ABC):
         return
 
     def cost(self, num_samples: int, seq_len: int) -> dict[str, float]:
-        """FLOPs of a micro-batch over all lanes: forward_flops, backward_input_flops, backward_weight_flops; and saved_bytes, of what
-        it stores in `call`. Pipelines split a model by them. Default: nothing.
+        """FLOPs of a micro-batch over all lanes: forward_flops, backward_input_flops, backward_weight_flops; and
+        saved_bytes, of what it stores in `call`. Pipelines split a model by them. Default: nothing.
         """
         return {}
 
@@ -166,9 +166,8 @@ class TorchLayer(Layer):
 
     def __init__(self, make: Any, *, cut: Mapping[str, str] | None = None, skip: bool = False) -> None:
         self._module = make()
-        self._lock = (
-            threading.Lock()
-        )  # a call puts its weights into the module: ranks of one process take turns
+        # A call puts its weights into the module: ranks of one process take turns.
+        self._lock = threading.Lock()
         self._skip = skip
         self._shapes = {
             name.replace(".", "_"): (name, value) for name, value in self._module.named_parameters()

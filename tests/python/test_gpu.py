@@ -287,6 +287,19 @@ def test_collectives_on_arrays_of_the_host(gpus, device):
     assert run_ranks(2, body, device=device) == [wanted, wanted]
 
 
+def test_what_a_refused_call_would_have_written_is_left_alone(gpus):
+    world = alone(device="cuda")
+    group = pr.Mesh(world)["dp"]
+    first = np.zeros(3, np.float32)
+    with pytest.raises(pr.InvalidArgument):
+        group.exchange(receives=[(first, 0), (np.zeros(3, complex), 0)])
+    later = group.all_reduce(np.ones(2), wait=False)
+    group.all_reduce(np.ones(2))  # whatever is before it on the stream has run
+    first[:] = 7
+    later.wait()
+    assert first.tolist() == [7, 7, 7]
+
+
 def test_arrays_in_a_checkpoint_of_a_gpu_run(gpus, tmp_path):
     world = alone(device="cuda")
     with pr.Checkpointer(tmp_path, world=world) as checkpoints:

@@ -8,7 +8,7 @@
 #include "comm/blocks.h"
 #include "comm/shared_memory/direct.h"
 #include "comm/shared_memory/slices.h"
-#include "comm/shared_memory/stream_copy.h"
+#include "comm/stream_copy.h"
 #include "comm/tree.h"
 
 namespace polyreme {

@@ -1,7 +1,7 @@
 #include "comm/shared_memory/direct.h"
 
 #include "comm/shared_memory/slices.h"
-#include "comm/shared_memory/stream_copy.h"
+#include "comm/stream_copy.h"
 #include "comm/tree.h"
 
 namespace polyreme {

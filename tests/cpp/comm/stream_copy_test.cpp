@@ -1,4 +1,4 @@
-#include "comm/shared_memory/stream_copy.h"
+#include "comm/stream_copy.h"
 
 #include <gtest/gtest.h>
 

@@ -15,7 +15,7 @@
 
 #include "comm/half.h"
 #include "comm/half_reference.h"
-#include "comm/shared_memory/stream_copy.h"
+#include "comm/stream_copy.h"
 
 namespace polyreme {
 namespace {
